@@ -17,7 +17,7 @@ PROGRAMS = {
     "serve": "extensions.serve.command:main",
     "evaluate": "commands.evaluate_gpt2:main",
     "evaluate-harness": "commands.evaluate_harness:main",
-    "checkpoint": "commands.checkpoint:main_returning_memory",
+    "checkpoint": "commands.checkpoint:main",
     "merge-mp-partitions": "commands.merge_mp_partitions:main",
     "train-tokenizer": "commands.train_tokenizer:main",
     "preprocess-data": "commands.preprocess_data:main",

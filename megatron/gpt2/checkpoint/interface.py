@@ -14,13 +14,14 @@ import reprlib
 import types
 import typing
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from data_utils.command_line import require
 from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from mpu.partition import TensorSlice
@@ -58,14 +59,14 @@ def check_coverage(name: str, shape: tuple[int, ...], slices: Sequence[TensorSli
     """
     for tensor_slice in slices:
         check_inside(name, shape, tensor_slice)
-    if (covered := sum(tensor_slice.numel for tensor_slice in slices)) != math.prod(shape):
-        raise ValueError(f"{name}: its slices hold {covered} entries of {math.prod(shape)}")
-    edges: list[list[int]] = []
-    # Each step takes one dimension.
-    for parts in zip(*(tensor_slice.slices() for tensor_slice in slices), strict=True):
-        edges.append(sorted({*(part.start for part in parts), *(part.stop for part in parts)}))
-    if math.prod(map(len, edges)) > _MAX_CELLS:
-        raise ValueError(f"{name}: has too many slices at different positions")
+    covered = sum(tensor_slice.numel for tensor_slice in slices)
+    require(covered == math.prod(shape), f"{name}: its slices hold {covered} entries of {math.prod(shape)}")
+    # the edges along each dimension
+    edges = [
+        sorted({edge for part in parts for edge in (part.start, part.stop)})
+        for parts in zip(*(tensor_slice.slices() for tensor_slice in slices), strict=True)
+    ]
+    require(math.prod(map(len, edges)) <= _MAX_CELLS, f"{name}: has too many slices at different positions")
     filled = torch.zeros([len(cuts) - 1 for cuts in edges], dtype=torch.bool)
     for tensor_slice in slices:
         along = zip(edges, tensor_slice.slices(), strict=True)
@@ -85,7 +86,7 @@ class TensorInfo(NamedTuple):
 
 
 class BaseCheckpoint:
-    """A checkpoint, opened for reading. Subclasses implement `read_into`.
+    """A checkpoint, opened for reading. Subclasses implement `saved_slices`.
 
     path: the iteration's folder, or the file.
     format: one of `formats.FORMATS`.
@@ -114,8 +115,20 @@ class BaseCheckpoint:
         return out
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with a slice of `name`. The slice begins at `offset` and has the shape
-        of `out`."""
+        """Fill `out`, of any dtype and device, with the slice of `name` that begins at `offset` and has the shape of
+        `out`, from all saved slices that overlap it. Resuming, merging, splitting and converting all use this method.
+        Raises ValueError if the slice is outside of the tensor."""
+        target = TensorSlice(offset, tuple(out.shape))
+        if not target.numel:
+            return
+        check_inside(f"{self.path}: {name}", self.tensors[name].shape, target)
+        for saved, load in self.saved_slices(name, target):
+            if (shared := intersection(saved, target)).numel:
+                out[relative_slice(shared, target).slices()] = load()[relative_slice(shared, saved).slices()]
+
+    def saved_slices(self, name: str, target: TensorSlice) -> Iterable[tuple[TensorSlice, Callable[[], Tensor]]]:
+        """Return the saved slices of `name` that may overlap `target`, which they cover, each with a function that
+        returns its values."""
         raise NotImplementedError
 
 
@@ -133,17 +146,19 @@ def check_metadata(checkpoint: BaseCheckpoint) -> ModelConfig:
     if "optimizer" in metadata or any(name.startswith("master.") for name in checkpoint.tensors):
         needed += ["optimizer.loss_scaler", *_STEPS]
     for name in (*needed, *filter(hints.__contains__, metadata)):
-        if not _has_type(metadata.get(name), hints[name]):
-            raise ValueError(f"{where} has {reprlib.repr(metadata.get(name))} for {name}: was it written by training?")
+        value = metadata.get(name)
+        require(
+            _has_type(value, hints[name]), f"{where} has {reprlib.repr(value)} for {name}: was it written by training?"
+        )
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     shape = {name: value for name, value in metadata["config.model"].items() if name in fields}
     model = ModelConfig(**{**shape, "vocab_size": metadata["vocab_size"]})
-    if model.make_vocab_size_divisible_by > max(_PADDING, metadata["vocab_size"]):
-        raise ValueError(f"{where} has {model.make_vocab_size_divisible_by:,} for make_vocab_size_divisible_by")
-    if model.num_layers > len(checkpoint.tensors):
-        raise ValueError(
-            f"{where} has {model.num_layers:,} layers, but the checkpoint {len(checkpoint.tensors):,} tensors"
-        )
+    divisor, tensors = model.make_vocab_size_divisible_by, len(checkpoint.tensors)
+    most = max(_PADDING, metadata["vocab_size"])
+    require(divisor <= most, f"{where} has {divisor:,} for make_vocab_size_divisible_by")
+    require(
+        model.num_layers <= tensors, f"{where} has {model.num_layers:,} layers, but the checkpoint {tensors:,} tensors"
+    )
     for name, spec in model_partition_specs(model).items():
         saved = checkpoint.tensors.get(f"model.{name}")
         if saved is None or saved.shape != spec.global_shape:

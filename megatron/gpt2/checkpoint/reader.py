@@ -37,7 +37,8 @@ import math
 import re
 import reprlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +46,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_utils.command_line import require
 from data_utils.files import (
     hash_file,
     in_threads,
     parse_json,
+    read_file,
     safetensors_header,
     verify_checksum,
     wrap_errors,
@@ -66,7 +69,6 @@ from mpu.partition import TensorSlice
 
 # The docstring of data_utils/files has a table of all formats and their versions.
 CHECKPOINT_VERSION = 3
-OLDEST_CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20  # the largest size of a manifest or a table: 1,000 times the size in a small run
 SAFETENSORS_DTYPES = {
@@ -92,11 +94,12 @@ class FileInfo(NamedTuple):
 
 
 class SavedShard(NamedTuple):
-    """A saved slice of a tensor, with the name of its file and its key in that file."""
+    """A saved slice of a tensor, with its key in a file, and the path and entry of that file."""
 
     tensor_slice: TensorSlice
-    file: str
     key: str
+    file: str
+    info: FileInfo
 
 
 class RankTable(NamedTuple):
@@ -179,25 +182,23 @@ def parse_table(files: Any, tensors: Mapping[str, TensorInfo]) -> RankTable:
             for key, saved in info["slices"].items()
         }
         (size_on_disk,) = _integers([info["bytes"]])
-        table.files[file] = FileInfo(size_on_disk, info["sha256"], slices)
+        table.files[file] = entry = FileInfo(size_on_disk, info["sha256"], slices)
         size = 0
         for key, tensor_slice in slices.items():
             name = tensor_name(key)
             check_inside(name, tensors[name].shape, tensor_slice)
-            table.shards.setdefault(name, []).append(SavedShard(tensor_slice, file, key))
+            table.shards.setdefault(name, []).append(SavedShard(tensor_slice, key, file, entry))
             size += tensor_slice.numel * tensors[name].dtype.itemsize
-        if size > size_on_disk:
-            raise ValueError(f"the slices of {file} do not fit into its {size_on_disk} bytes")
+        require(size <= size_on_disk, f"the slices of {file} do not fit into its {size_on_disk} bytes")
     return table
 
 
 def check_file_size(path: Path, expected: int) -> None:
     """Raise ValueError unless the file `path` exists and has `expected` bytes."""
     with wrap_errors(path):
-        if not path.is_file():  # Opening a pipe would wait for a writer.
-            raise ValueError("missing")
-        if (size := path.stat().st_size) != expected:
-            raise ValueError(f"has {size:,} bytes instead of {expected:,}")
+        require(path.is_file(), "missing")  # Opening a pipe would wait for a writer.
+        size = path.stat().st_size
+        require(size == expected, f"has {size:,} bytes instead of {expected:,}")
 
 
 def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
@@ -223,18 +224,15 @@ class NativeCheckpoint(BaseCheckpoint):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._parsed: dict[int, RankTable] = {}
-        self._file_infos: dict[str, FileInfo] = {}  # Each path in the tables of `_parsed` has an entry.
+
         self._mapped: dict[str, tuple[Any, dict[str, int]]] = {}
         self._lock = threading.Lock()
         manifest = self.path / MANIFEST
         with wrap_errors(manifest), without_garbage_collection():
-            if not manifest.is_file():
-                raise ValueError("missing: the folder is not a checkpoint, or an incomplete one")
-            if manifest.stat().st_size > MAX_MANIFEST_BYTES:
-                raise ValueError(f"larger than {MAX_MANIFEST_BYTES:,} bytes")
-            self._parse(manifest.read_bytes())
-            if not self.path.name.startswith(f"iter_{self.iteration:07d}"):
-                raise ValueError(f"belongs to iteration {self.iteration}")
+            require(manifest.is_file(), "missing: the folder is not a checkpoint, or an incomplete one")
+            self._parse(read_file(manifest, MAX_MANIFEST_BYTES))
+            is_named = self.path.name.startswith(f"iter_{self.iteration:07d}")
+            require(is_named, f"belongs to iteration {self.iteration}")
 
     def _parse(self, data: bytes) -> None:
         """Set the attributes from the manifest. Raises ValueError if it is damaged or contradicts itself, or if this
@@ -242,14 +240,12 @@ class NativeCheckpoint(BaseCheckpoint):
         self.manifest_sha256 = verify_checksum(data)
         manifest = parse_json(data)
         version, self.iteration = _integers([manifest["version"], manifest["iteration"]])
+        require(
+            version <= CHECKPOINT_VERSION,
+            f"format version {version} is newer than {CHECKPOINT_VERSION}, the newest that this program reads: update "
+            "the program",
+        )
         self._version = version
-        if version > CHECKPOINT_VERSION:
-            raise ValueError(
-                f"format version {version} is newer than {CHECKPOINT_VERSION}, the newest that this "
-                "program reads: update the program"
-            )
-        if version < OLDEST_CHECKPOINT_VERSION:
-            raise ValueError(f"format version {version} does not exist")
         manifest = self._with_new_names(manifest)
         self.metadata = dict(manifest["metadata"])
         self.tensors = {
@@ -262,36 +258,28 @@ class NativeCheckpoint(BaseCheckpoint):
         self._table_ranges: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
             self.tables[MANIFEST] = TableInfo(len(data), self.manifest_sha256)
-            self._add_table(0, parse_table(manifest["files"], self.tensors))
+            self._parsed[0] = parse_table(manifest["files"], self.tensors)
             self._table_ranges = {name: {0: extent(shards)} for name, shards in self._parsed[0].shards.items()}
         else:
             for number, (path, info) in enumerate(manifest["tables"].items()):
                 (size,) = _integers([info["bytes"]])
-                if path != (expected := table_path(number, version)):
-                    raise ValueError(f"names the file {path!r} instead of {expected}")
-                if size > MAX_MANIFEST_BYTES:
-                    raise ValueError(f"{path} has {size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
+                expected = table_path(number, version)
+                require(path == expected, f"names the file {path!r} instead of {expected}")
+                require(size <= MAX_MANIFEST_BYTES, f"{path} has {size:,} bytes, more than {MAX_MANIFEST_BYTES:,}")
                 self.tables[path] = TableInfo(size, info["sha256"])
             lists = [_parse_table_ranges(entries, len(self.tables)) for entries in manifest["table_ranges"]]
             for name, info in manifest["tensors"].items():
-                (range_index,) = _integers([info["table_ranges"]])
-                if range_index >= len(lists):
-                    raise ValueError(f"{name}: `table_ranges` has no entry {range_index}")
-                self._table_ranges[name] = lists[range_index]
+                (index,) = _integers([info["table_ranges"]])
+                require(index < len(lists), f"{name}: `table_ranges` has no entry {index}")
+                self._table_ranges[name] = lists[index]
+        # Many tensors share a list of thousands of tables, so each list is summed only once.
         entries = {id(ranges): sum(count for _, _, count in ranges.values()) for ranges in self._table_ranges.values()}
         for name, tensor in self.tensors.items():
-            saved_entries = entries[id(self._table_ranges[name])] if name in self._table_ranges else 0
-            if saved_entries != math.prod(tensor.shape):
-                raise ValueError(f"{name}: its slices hold {saved_entries} entries of {math.prod(tensor.shape)}")
+            saved, numel = entries.get(id(self._table_ranges.get(name)), 0), math.prod(tensor.shape)
+            require(saved == numel, f"{name}: its slices hold {saved} entries of {numel}")
 
     def _with_new_names(self, values: Any) -> Any:
         return with_new_names(values) if self._version < 3 else values
-
-    def _add_table(self, number: int, table: RankTable) -> None:
-        if twice := self._file_infos.keys() & table.files.keys():
-            raise ValueError(f"lists {min(twice)}, which a different table lists, too")
-        self._file_infos |= table.files
-        self._parsed[number] = table
 
     def _table(self, number: int) -> RankTable:
         """Return a table. The first call for a table reads its file."""
@@ -301,13 +289,13 @@ class NativeCheckpoint(BaseCheckpoint):
                 check_file_size(self.path / path, info.bytes)
                 with wrap_errors(self.path / path), without_garbage_collection():
                     data = (self.path / path).read_bytes()
-                    if hashlib.sha256(data).hexdigest() != info.sha256:
-                        raise ValueError(f"damaged: its sha256 differs from {MANIFEST}")
+                    is_same = hashlib.sha256(data).hexdigest() == info.sha256
+                    require(is_same, f"damaged: its sha256 differs from {MANIFEST}")
                     table = parse_table(self._with_new_names(parse_json(data.partition(b"\n")[2])), self.tensors)
                     for name, shards in table.shards.items():
-                        if self._table_ranges[name].get(number) != extent(shards):
-                            raise ValueError(f"its rows of {name} differ from {MANIFEST}")
-                    self._add_table(number, table)
+                        is_same = self._table_ranges[name].get(number) == extent(shards)
+                        require(is_same, f"its rows of {name} differ from {MANIFEST}")
+                    self._parsed[number] = table
         return self._parsed[number]
 
     @property
@@ -322,14 +310,14 @@ class NativeCheckpoint(BaseCheckpoint):
         Ranks 0 to `world_size` - 1 together check all tables and files.
         """
 
-        def check(file_and_table: tuple[str, str]) -> None:
-            file, table = file_and_table
-            check_file_size(self.path / file, self._file_infos[file].bytes)
+        def check(of_file: tuple[str, FileInfo, str]) -> None:
+            file, info, table = of_file
+            check_file_size(self.path / file, info.bytes)
             with wrap_errors(self.path / file):
-                if check_hashes and hash_file(self.path / file) != self._file_infos[file].sha256:
-                    raise ValueError(f"damaged: its sha256 differs from {table}")
+                is_same = not check_hashes or hash_file(self.path / file) == info.sha256
+                require(is_same, f"damaged: its sha256 differs from {table}")
 
-        share: list[tuple[str, str]] = []
+        share: list[tuple[str, FileInfo, str]] = []
         paths = list(self.tables)
         tables = max(len(paths), 1)
         try:
@@ -337,8 +325,8 @@ class NativeCheckpoint(BaseCheckpoint):
             # table.
             for number in range(rank % tables, len(paths), world_size):
                 sharing = max(len(range(number, world_size, tables)), 1)
-                files = list(self._table(number).files)[rank // tables :: sharing]
-                share += [(file, paths[number]) for file in files]
+                files = list(self._table(number).files.items())[rank // tables :: sharing]
+                share += [(*file, paths[number]) for file in files]
             in_threads(check, share)
         except ValueError as error:
             return str(error)
@@ -349,52 +337,42 @@ class NativeCheckpoint(BaseCheckpoint):
         line, or ""."""
         try:
             for name, info in self.tensors.items():
-                self._shards_in(name, TensorSlice((0,) * len(info.shape), info.shape))
+                self.saved_slices(name, TensorSlice((0,) * len(info.shape), info.shape))
         except ValueError as error:
             return str(error)
         return self.find_damage()
 
-    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out` with the slice of `name` at `offset` that has the shape of `out`, from all saved slices that
-        overlap it. Resuming, merging, splitting and resharding all use this method."""
-        target = TensorSlice(offset, tuple(out.shape))
-        for shard, shared in self._shards_in(name, target):
-            out[relative_slice(shared, target).slices()].copy_(
-                self._map_shard(shard)[relative_slice(shared, shard.tensor_slice).slices()]
-            )
-
-    def _shards_in(self, name: str, target: TensorSlice) -> list[tuple[SavedShard, TensorSlice]]:
-        """Return the saved shards of `name` that overlap `target`, each with the intersection. Raises ValueError unless
-        the intersections cover each entry of `target` exactly once."""
-        shape = self.tensors[name].shape
-        if intersection(target, TensorSlice((0,) * len(shape), shape)) != target and target.numel:
-            raise ValueError(f"{self.path}: {name} has shape {shape}, which does not contain {target}")
+    def saved_slices(self, name: str, target: TensorSlice) -> list[tuple[TensorSlice, Callable[[], Tensor]]]:
+        """Return the saved slices of `name` that overlap `target`. Raises ValueError unless they cover each entry of
+        `target` exactly once."""
         first, last = row_range(target)
         shards = [
-            (shard, shared)
+            shard
             for number, (top, bottom, _) in self._table_ranges[name].items()
             if top < last and first < bottom
             for shard in self._table(number).shards.get(name, ())
-            if (shared := intersection(shard.tensor_slice, target)).numel
+            if intersection(shard.tensor_slice, target).numel
         ]
         with wrap_errors(self.path / MANIFEST):
-            check_coverage(name, target.shape, [relative_slice(shared, target) for _, shared in shards])
-        return shards
+            shared = [relative_slice(intersection(shard.tensor_slice, target), target) for shard in shards]
+            check_coverage(name, target.shape, shared)
+        return [(shard.tensor_slice, partial(self._map_shard, shard)) for shard in shards]
 
     def _map_shard(self, shard: SavedShard) -> Tensor:
         """Return the values of a saved shard, memory-mapped from its file."""
         if shard.file not in self._mapped:
-            file, info = self.path / shard.file, self._file_infos[shard.file]
+            file = self.path / shard.file
             slices = {
-                key: (self.tensors[tensor_name(key)].dtype, tensor_slice) for key, tensor_slice in info.slices.items()
+                key: (self.tensors[tensor_name(key)].dtype, tensor_slice)
+                for key, tensor_slice in shard.info.slices.items()
             }
             header, starts, size = file_header(shard.file, self.iteration, slices)
-            check_file_size(file, info.bytes)
+            check_file_size(file, shard.info.bytes)
             with wrap_errors(file):
                 # "c" makes a private, writable mapping, because torch warns about read-only memory.
                 mapped = np.memmap(file, np.uint8, "c")
-                if len(mapped) != size or mapped[: len(header)].tobytes() != header:
-                    raise ValueError("its header does not match the slices that its table lists")
+                is_same = len(mapped) == size and mapped[: len(header)].tobytes() == header
+                require(is_same, "its header does not match the slices that its table lists")
             self._mapped[shard.file] = mapped, starts
         mapped, starts = self._mapped[shard.file]
         dtype = self.tensors[tensor_name(shard.key)].dtype
@@ -407,6 +385,6 @@ def _parse_table_ranges(entries: Any, tables: int) -> dict[int, tuple[int, int, 
     """Parse a list of the manifest's `table_ranges`. Return the first row, one past the last row, and the entries, by
     table."""
     ranges = {table: (top, bottom, count) for table, top, bottom, count in (_integers(entry, 4) for entry in entries)}
-    if any(table >= tables for table in ranges):
-        raise ValueError(f"{reprlib.repr(entries)} names a table that is not one of the {tables}")
+    is_known = all(table < tables for table in ranges)
+    require(is_known, f"{reprlib.repr(entries)} names a table that is not one of the {tables}")
     return ranges

@@ -23,12 +23,10 @@ from data_utils.command_line import Log, how_to_call
 from data_utils.files import add_path, make_folder, rename_old, wrap_errors
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
 from megatron.gpt2.monitor.html_report import METRICS
-from megatron.gpt2.monitor.incidents import FOLDER as INCIDENTS
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 BEST = "best"
-# A run writes into these folders of the --save folder by name.
-WRITTEN = ("", INCIDENTS, "tokenizer", BEST, f"{BEST}/tokenizer")
+
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
 # (format, patterns of files in the folder of an iteration). "megatron" stands for all versions of Megatron's formats.
 FORMAT_FILES = (
@@ -187,23 +185,13 @@ def rename_old_best(save: Path, log: Log) -> None:
 
 
 def make_save_folder(folder: Path) -> None:
-    """Make `folder`. Raises ValueError, in one line, if it cannot be written, if it is the `best/` folder of another
-    run, or if it holds a link or a pipe where the run writes."""
+    """Make `folder`. Raises ValueError, in one line, if it cannot be written, or if it is the `best/` folder of another
+    run."""
     if folder.name == BEST and (folder.parent / METRICS).exists():
         raise ValueError(
             f"--save {folder} is where the run in {folder.parent} keeps its best checkpoint: give another "
             "--save to train on from it"
         )
-    if os.path.lexists(folder) and not folder.is_dir():
-        link = f": it links to {os.readlink(folder)}" if folder.is_symlink() else ""
-        raise ValueError(f"--save {folder} is not a folder{link}; make that folder, or give another --save")
-    for path in (path for place in WRITTEN for path in (folder / place).glob("*")):
-        what = f"a symbolic link to {os.readlink(path)}" if path.is_symlink() else "a pipe or a device"
-        is_usual = (path.is_file() or path.is_dir()) and not path.is_symlink()
-        if not is_usual and not path.name.startswith("iter_"):  # Checkpoints are only read.
-            raise ValueError(
-                f"--save {folder}: {path} is {what}, where the run writes: remove it, or give another --save"
-            )
     try:
         make_folder(folder)
     except OSError as error:

@@ -4,7 +4,7 @@
     python tools/checkpoint.py verify DIR
     python tools/checkpoint.py merge DIR OUT
     python tools/checkpoint.py split DIR OUT --tensor-model-parallel-size N
-    python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,...} [--check]
+    python tools/checkpoint.py convert DIR OUT --to {native,huggingface,megatron-2019,...} [--check]
     python tools/checkpoint.py diff A B
 
 The program runs on a CPU without a process group, holds about one tensor in memory, and detects the format of the
@@ -19,6 +19,7 @@ import json
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_tokenizer
 from data_utils.command_line import Parser, plural, require
@@ -32,7 +33,7 @@ from megatron.gpt2.formats.compare import (
     format_description,
     format_difference,
 )
-from megatron.gpt2.formats.foreign_checkpoint import UnknownHeadsError, has_optimizer
+from megatron.gpt2.formats.foreign_checkpoint import has_optimizer
 from megatron.gpt2.formats.gguf import TYPES as GGUF_TYPES
 from megatron.gpt2.formats.gguf import write_gguf
 from megatron.gpt2.formats.huggingface import write_huggingface
@@ -53,15 +54,14 @@ TENSOR_FLAGS = (
     "--target-tensor-model-parallel-size",
     "--target-tensor-parallel-size",
 )
+PIPELINE_FLAGS = (PIPELINE_FLAG, "--target-pipeline-model-parallel-size", "--target-pipeline-parallel-size")
 # the largest difference of a logit that --check accepts; a correct conversion gives 0, or 1e-6 with other kernels
 CHECK_LIMIT = 1e-4
 
 
 def return_freed_memory() -> None:
-    """Make glibc return the memory of freed tensors to the system.
-
-    By default it keeps blocks of up to 32 MB in its heap, which fragments: 1.4 GB are lost for a 345M model.
-    """
+    """Make glibc return the memory of freed tensors to the system. By default it keeps blocks of up to 32 MB in its
+    heap, which fragments: 1.4 GB are lost for a 345M model."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD is -3 in malloc.h.
 
@@ -75,58 +75,39 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags of the command that `argv` names."""
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # The flags of commands that read, that write, and that write for several ranks.
+    reads, writes, splits = (Parser(add_help=False) for _ in range(3))
+    integer: dict[str, Any] = {"type": int, "metavar": "N"}
+    reads.add_argument("--num-attention-heads", **integer, help="if the source does not store it")
+    reads.add_argument("--vocab-size", **integer, help="true size, if the source has a padded one")
+    reads.add_argument("--gelu", choices=("tanh", "erf"), help="if the inferred one is wrong")
+    reads.add_argument("--iteration", **integer, help="which one to read (default: the newest valid one)")
 
-    def command(name: str, help: str, *folders: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help)
-        for folder in folders:
+    vocabulary = "for a source without a tokenizer: GPT-2's vocabulary, or nanoGPT's meta.pkl"
+    writes.add_argument("--vocab-file", metavar="FILE", help=vocabulary)
+    writes.add_argument("--merge-file", metavar="FILE")
+    writes.add_argument("--tokenizer-model", metavar="FILE", help="likewise, a SentencePiece model")
+    writes.add_argument("--tokenizer-type", choices=("bytes", "builtin"), help="likewise, a tokenizer without files")
+    splits.add_argument(*TENSOR_FLAGS, dest="tensor", default=1, **integer, help="ranks to write for (default: 1)")
+    splits.add_argument(
+        *PIPELINE_FLAGS, dest="pipeline", default=1, **integer, help="stages to write Megatron's files for (default: 1)"
+    )
+    splits.add_argument(VIRTUAL_FLAG, dest="virtual_layers", **integer, help="of interleaved stages")
+    splits.add_argument(FIRST_LAYERS_FLAG, dest="first", **integer, help="layers of the first stage (megatron-core)")
+    splits.add_argument(LAST_LAYERS_FLAG, dest="last", **integer, help="of the last stage, likewise")
+
+    def command(name: str, help: str, folders: str, *parents: Parser) -> Parser:
+        made = commands.add_parser(name, help=help, parents=[reads, *parents])
+        for folder in folders.split():
             made.add_argument(folder.lower(), metavar=folder)
-        made.add_argument("--num-attention-heads", type=int, metavar="N", help="if the source does not store it")
-        made.add_argument("--vocab-size", type=int, metavar="N", help="true size, if the source has a padded one")
-        made.add_argument("--gelu", choices=("tanh", "erf"), help="if the inferred one is wrong")
-        made.add_argument(
-            "--iteration", type=int, metavar="N", help="which one to read (default: the newest valid one)"
-        )
-        made.add_argument("--no-verify", action="store_true", help="do not hash the files of a native source first")
         return made
-
-    def writes(made: argparse.ArgumentParser) -> None:
-        made.add_argument(
-            "--vocab-file",
-            metavar="FILE",
-            help="for a source without a tokenizer: GPT-2's vocabulary, or nanoGPT's meta.pkl",
-        )
-        made.add_argument("--merge-file", metavar="FILE")
-        made.add_argument("--tokenizer-model", metavar="FILE", help="likewise, a SentencePiece model")
-        made.add_argument("--tokenizer-type", choices=("bytes", "builtin"), help="likewise, a tokenizer without files")
-
-    def pipelined(made: argparse.ArgumentParser) -> None:
-        made.add_argument(
-            PIPELINE_FLAG,
-            "--target-pipeline-model-parallel-size",
-            "--target-pipeline-parallel-size",
-            dest="pipeline",
-            type=int,
-            default=1,
-            metavar="N",
-            help="stages to write Megatron's files for (default: 1)",
-        )
-        made.add_argument(VIRTUAL_FLAG, dest="virtual_layers", type=int, metavar="N", help="of interleaved stages")
-        made.add_argument(
-            FIRST_LAYERS_FLAG, dest="first", type=int, metavar="N", help="layers of the first stage (megatron-core)"
-        )
-        made.add_argument(LAST_LAYERS_FLAG, dest="last", type=int, metavar="N", help="of the last stage, likewise")
 
     command("inspect", "print its content", "DIR").add_argument("--json", action="store_true", help="as JSON")
     command("verify", "read and check every byte", "DIR")
-    writes(command("merge", "write the files of one tensor-parallel rank", "DIR", "OUT"))
-    split = command("split", "write the files of N tensor-parallel ranks", "DIR", "OUT")
-    split.add_argument(*TENSOR_FLAGS, type=int, required=True, metavar="N")
-    pipelined(split)
-    writes(split)
-    convert = command("convert", "to another format", "IN", "OUT")
+    command("merge", "write the files of one tensor-parallel rank", "DIR OUT", writes)
+    command("split", "write the files of N tensor-parallel ranks", "DIR OUT", writes, splits)
+    convert = command("convert", "to another format", "DIR OUT", writes, splits)
     convert.add_argument("--to", choices=TARGETS, required=True)
-    convert.add_argument(*TENSOR_FLAGS, type=int, default=1, metavar="N", help="ranks to write for (default: 1)")
-    pipelined(convert)
     convert.add_argument(
         "--dtype",
         choices=("source", "fp32", "bf16", "fp16", "q8_0"),
@@ -134,8 +115,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="of an export to huggingface or gguf; q8_0, 8 bits in blocks of 32, is for gguf",
     )
     convert.add_argument("--check", action="store_true", help="compare the logits of both")
-    writes(convert)
-    command("diff", "tensor by tensor", "A", "B")
+    command("diff", "tensor by tensor", "A B")
+    parser.set_defaults(to=None, dtype="source", check=False)
     return parser.parse_args(argv)
 
 
@@ -147,10 +128,10 @@ def open_from_args(args: argparse.Namespace, path: str) -> BaseCheckpoint:
 
 
 def open_verified(args: argparse.Namespace, path: str) -> BaseCheckpoint:
-    """Open the source at `path`, and verify every byte if it has hashes, unless --no-verify is given."""
+    """Open the source at `path`, and verify every byte if it has hashes."""
     source = open_from_args(args, path)
-    if isinstance(source, NativeCheckpoint) and not args.no_verify and (problem := source.find_damage()):
-        raise ValueError(f"{problem}; use --iteration N for a different one, or --no-verify to read it as it is")
+    if isinstance(source, NativeCheckpoint) and (problem := source.find_damage()):
+        raise ValueError(f"{problem}; use --iteration N for a different one")
     return source
 
 
@@ -158,7 +139,7 @@ def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
     """Open the two sources of `diff`. If one does not contain its number of heads, the other one's number is used."""
     opened: dict[str, BaseCheckpoint] = {}
     for path in (args.a, args.b):
-        with contextlib.suppress(UnknownHeadsError):
+        with contextlib.suppress(ValueError):  # raised again below, if the number of heads does not help
             opened[path] = open_verified(args, path)
     for source in opened.values():
         args.num_attention_heads = source.metadata["config"]["model"]["num_attention_heads"]
@@ -187,10 +168,9 @@ def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenize
 
 
 def layout_from_args(args: argparse.Namespace) -> MegatronLayout:
-    """Return the layout in which to write, from the flags. `merge` writes for one rank."""
-    if args.command == "merge":
-        return MegatronLayout()
-    return MegatronLayout(args.tensor_model_parallel_size, args.pipeline, args.virtual_layers, args.first, args.last)
+    """Return the layout in which to write, from the flags. `merge` has none and writes for one rank."""
+    fields = MegatronLayout.__dataclass_fields__
+    return MegatronLayout(**{name: value for name, value in vars(args).items() if name in fields})
 
 
 def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layout: MegatronLayout) -> Path:
@@ -204,24 +184,21 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
         f"{PIPELINE_FLAG}, {VIRTUAL_FLAG}, {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG} are for Megatron's formats, "
         f"and this writes {to}" + ", which loads under any of them" * (to == "native"),
     )
-    if args.command == "convert":
-        dtypes = {"gguf": tuple(GGUF_TYPES), "huggingface": tuple(PRECISION_DTYPES)}
-        allowed = dtypes.get(to, ())
-        require(
-            args.dtype == "source" or args.dtype in allowed,
-            f"--dtype {args.dtype}: {to} has {', '.join(allowed) or 'the dtype of the source'}",
-        )
-        require(to != "gguf" or not args.check, "--check: this program writes gguf and does not read it")
+    allowed = {"gguf": list(GGUF_TYPES), "huggingface": list(PRECISION_DTYPES)}.get(to, [])
+    require(
+        args.dtype == "source" or args.dtype in allowed,
+        f"--dtype {args.dtype}: {to} has {', '.join(allowed) or 'the dtype of the source'}",
+    )
+    require(to != "gguf" or not args.check, "--check: this program writes gguf and does not read it")
     kinds = {name.partition(".")[0] for name in source.tensors}
     left_out = list(source.left_out)
     if "rng" in kinds:
         left_out.append("the random states, which belong to a layout")
-    takes_state = to == "native" or to not in ("huggingface", "gguf", "megatron-core") and has_optimizer(source)
-    if "master" in kinds and not takes_state:
-        why = (
-            "which this format does not hold" if has_optimizer(source) else "which has no second moment of each weight"
-        )
-        left_out.append(f"the optimizer's state, {why}")
+    if "master" in kinds and to != "native":
+        if not has_optimizer(source):
+            left_out.append("the optimizer's state, which has no second moment of each weight")
+        elif to in ("huggingface", "gguf", "megatron-core"):
+            left_out.append("the optimizer's state, which this format does not hold")
     if source.metadata.get("tokenizer") and to in (*MEGATRON, "dcp"):
         left_out.append("the tokenizer, which this format does not hold")
     for line in left_out:
@@ -239,11 +216,12 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
         return write_gguf(source, args.out, dtype=args.dtype, tokenizer=tokenizer, log=print_stderr)
     if to == "nanogpt":
         return write_nanogpt(source, args.out, tokenizer=tokenizer, log=print_stderr)
-    return write_native(source, args.out, tp_size=ranks, tokenizer=tokenizer, log=print_stderr)
+    return write_native(source, args.out, tp_size=ranks, tokenizer=tokenizer)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's). Return the exit code."""
+    return_freed_memory()
     args = parse_args(argv)
     if hasattr(args, "out"):
         require_new_folder(args.out)
@@ -258,16 +236,14 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(format_difference(difference)))
         print("equal" if difference.equal else "NOT EQUAL")
         return 0 if difference.equal else 1
-    source = open_verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
-    to = args.to if args.command == "convert" else source.format if source.format in MEGATRON else "native"
+    source = open_verified(args, args.dir)
+    to = args.to or (source.format if source.format in MEGATRON else "native")
     layout = layout_from_args(args)
     path = write_format(args, source, to, layout)
-    what = to
-    if to not in OTHERS:
-        what += f", {plural(layout.tensor, 'tensor-parallel rank')}"
-    what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
-    print(f"{source.path} ({source.format}) is now {path} ({what})")
-    if args.command == "convert" and args.check:
+    ranks = f", {plural(layout.tensor, 'tensor-parallel rank')}" * (to not in OTHERS)
+    stages = f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
+    print(f"{source.path} ({source.format}) is now {path} ({to}{ranks}{stages})")
+    if args.check:
         # Megatron's files of 2019 do not contain the number of heads; DCP files contain neither this number nor the
         # formula.
         model = source.metadata["config"]["model"]
@@ -285,39 +261,14 @@ def main(argv: list[str] | None = None) -> int:
 def verify(args: argparse.Namespace) -> int:
     """Read every byte of the checkpoint and compare it with its hashes. Return 1 if the checkpoint is damaged."""
     source = open_from_args(args, args.dir)
-    if isinstance(source, NativeCheckpoint):
-        known = source.metadata.get("tokenizer")
-        if problem := source.verify() or (
-            "" if known is None else tokenizer_mismatch(source.path, known["fingerprint"])
-        ):
-            print(f"DAMAGED: {problem}")
-            return 1
-        whole = "" if known is None else ", the tokenizer is that of the run"
-        print(
-            f"{source.path}: {plural(len(source.files), 'file')}, all hashes match; the shards of "
-            f"{plural(len(source.tensors), 'tensor')} are complete{whole}"
-        )
+    tensors = plural(len(source.tensors), "tensor")
+    if not isinstance(source, NativeCheckpoint):
+        for name in source.tensors:
+            source.read(name)
+        print(f"{source.path}: {tensors} can be read; {source.format} files have no hashes to check")
         return 0
-    for name in source.tensors:
-        source.read(name)
-    print(
-        f"{source.path}: {plural(len(source.tensors), 'tensor')} can be read; {source.format} files have no "
-        "hashes to check"
-    )
+    if problem := source.verify():
+        print(f"DAMAGED: {problem}")
+        return 1
+    print(f"{source.path}: {plural(len(source.files), 'file')}, all hashes match; the shards of {tensors} are complete")
     return 0
-
-
-def tokenizer_mismatch(iteration: Path, fingerprint: str) -> str:
-    """Return one line if the tokenizer next to the folder `iteration` is not the tokenizer of its run, else ""."""
-    folder = iteration.parent / "tokenizer"
-    try:
-        found = load_tokenizer(folder).fingerprint
-    except (ValueError, FileNotFoundError) as error:
-        return str(error)
-    return "" if found == fingerprint else f"{folder}: is not the tokenizer with which {iteration} was trained"
-
-
-def main_returning_memory(argv: list[str] | None = None) -> int:
-    """Configure the memory allocator of this process, then run `main`."""
-    return_freed_memory()
-    return main(argv)

@@ -1,9 +1,9 @@
 """Read the checkpoints of other programs, and write checkpoints for them."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from data_utils.command_line import Log
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import detect_format_by_file_names, find_checkpoint
@@ -34,9 +34,7 @@ def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, 
     return (megatron.detect_megatron_format(files[min(files)]), found[1]) if files else None
 
 
-def open_checkpoint(
-    path: str | Path, hints: Hints | None = None, *, log: Callable[[str], None] = print
-) -> BaseCheckpoint:
+def open_checkpoint(path: str | Path, hints: Hints | None = None, *, log: Log = print) -> BaseCheckpoint:
     """Open the checkpoint at `path`, of any format: a folder of iterations, one iteration, or a file.
 
     hints: values that the files may not contain.
@@ -69,7 +67,7 @@ def open_checkpoint(
     return source
 
 
-def _open_native(path: Path, where: Path, hints: Hints, log: Callable[[str], None]) -> BaseCheckpoint:
+def _open_native(path: Path, where: Path, hints: Hints, log: Log) -> BaseCheckpoint:
     if hints.iteration is None and where != path and path.is_dir():
         # `find_checkpoint` skips damaged checkpoints with a warning.
         checkpoint = find_checkpoint(path, log=log, verify=False)

@@ -2,15 +2,13 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import mpu
-from data_utils.command_line import align_columns
+from data_utils.command_line import Log, align_columns, require
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict
@@ -27,9 +25,6 @@ SHAPE_KEYS = (
     "layernorm_epsilon",
 )
 PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
-LAYOUT_KEYS = ("tensor_model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "data_parallel")
-# The first key that a tensor's name contains gives the part of the model to which the tensor belongs.
-MODEL_PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
 CHUNK = 1 << 20  # The comparison reads this number of elements at a time.
 SEQUENCES, LENGTH = 2, 32
 
@@ -38,12 +33,12 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
     """Describe `source` in JSON types. The function reads no tensor."""
     metadata, model = source.metadata, source.metadata["config"]["model"]
     tensors: dict[str, dict[str, Any]] = {}
-    sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for name, info in source.tensors.items():
-        values, part = math.prod(info.shape), next(part for sign, part in MODEL_PARTS.items() if sign in name)
+        values, dtype = math.prod(info.shape), _dtype_name(info)
         size = values * info.dtype.itemsize
-        tensors[name] = {"dtype": _dtype_name(info), "shape": list(info.shape), "bytes": size}
-        sums[name.partition(".")[0], part, _dtype_name(info)].update(tensors=1, values=values, bytes=size)
+        tensors[name] = {"dtype": dtype, "shape": list(info.shape), "bytes": size}
+        sums[name.partition(".")[0], dtype].update(tensors=1, values=values, bytes=size)
     found: dict[str, Any] = {
         "path": str(source.path),
         "format": source.format,
@@ -52,7 +47,7 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
         "model": {**{name: model.get(name) for name in SHAPE_KEYS}, "vocab_size": metadata["vocab_size"]},
         "tokenizer": metadata.get("tokenizer"),
         "run": {name: metadata[name] for name in PROGRESS_KEYS if metadata.get(name) is not None},
-        "parts": [{"kind": kind, "part": part, "dtype": dtype, **total} for (kind, part, dtype), total in sums.items()],
+        "kinds": [{"kind": kind, "dtype": dtype, **total} for (kind, dtype), total in sums.items()],
         "tensors": tensors,
         "left_out": list(source.left_out),
     }
@@ -67,26 +62,24 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
 
 def format_description(found: dict[str, Any]) -> list[str]:
     """Format the result of `describe` as lines to print."""
-    rows = [("checkpoint", found["path"]), ("format", found["format"]), ("iteration", f"{found['iteration']:,}")]
-    if layout := found["layout"]:
-        sizes = [(name, layout.get(f"{name}_size", 0)) for name in LAYOUT_KEYS]
-        written_by = " × ".join(
-            f"{name} {size}".replace("_", "-") for name, size in sizes if size > ("pipeline" in name)
-        )
-        rows.append(("written by", written_by + ", optimizer sharded" * bool(layout.get("optimizer_is_sharded"))))
-    known = {name: value for name, value in {**found["model"], **found["run"]}.items() if value is not None}
-    rows += [(name.replace("_", " "), format_value(value)) for name, value in known.items()]
-    tokenizer = found["tokenizer"] or {"kind": "none"}
-    vocabulary = f", {tokenizer['vocab_size']:,} ids" if "vocab_size" in tokenizer else ""
-    rows.append(("tokenizer", tokenizer.get("kind", "unknown") + vocabulary))
-    parts = [list(map(format_value, part.values())) for part in found["parts"]]
-    text = [*align_columns(rows, "<<"), ""]
-    text += align_columns([("kind", "part", "dtype", "tensors", "values", "bytes"), *parts], "<<<>>>")
+    known = {
+        "checkpoint": found["path"],
+        "format": found["format"],
+        "iteration": found["iteration"],
+        **(found["layout"] or {}),
+        **found["model"],
+        **found["run"],
+        "tokenizer": (found["tokenizer"] or {}).get("kind"),
+    }
+    rows = [(name.replace("_", " "), format_value(value)) for name, value in known.items() if value is not None]
+    kinds = [list(map(format_value, kind.values())) for kind in found["kinds"]]
+    text = [
+        *align_columns(rows, "<<"),
+        "",
+        *align_columns([("kind", "dtype", "tensors", "values", "bytes"), *kinds], "<<>>>"),
+    ]
     if "files" in found:
-        files = [
-            (file, format_value(info["bytes"]), format_value(info["slices"]), info["sha256"][:12])
-            for file, info in found["files"].items()
-        ]
+        files = [(file, *map(format_value, info.values())) for file, info in found["files"].items()]
         text += ["", *align_columns([("file", "bytes", "slices", "sha256"), *files], "<>>>")]
     return text + [f"left out: {line}" for line in found["left_out"]]
 
@@ -114,8 +107,7 @@ class TensorComparison(NamedTuple):
     note: str
 
 
-@dataclass(frozen=True)
-class CheckpointDifference:
+class CheckpointDifference(NamedTuple):
     """The differences of all tensors of the kinds (model, master, exp_avg, exp_avg_sq) that both checkpoints hold.
 
     `not_compared` lists the other kinds. Random states depend on the layout and are never compared.
@@ -189,9 +181,7 @@ def _format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def compare_logits(
-    a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model", log: Callable[[str], None] = print
-) -> float:
+def compare_logits(a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model", log: Log = print) -> float:
     """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random tokens; NaN if one
     has a NaN.
 
@@ -200,8 +190,7 @@ def compare_logits(
         differ.
     """
     size, other = a.metadata["vocab_size"], b.metadata["vocab_size"]
-    if size != other:
-        raise ValueError(f"{a.path} has {size} tokens and {b.path} {other}: give the true number with --vocab-size")
+    require(size == other, f"{a.path} has {size} tokens and {b.path} {other}: give the true number with --vocab-size")
     length = min(LENGTH, *(source.metadata["config"]["model"]["max_position_embeddings"] for source in (a, b)))
     tokens = torch.randint(size, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
     dtype = b.tensors[f"model.{TIED_WEIGHT}"].dtype

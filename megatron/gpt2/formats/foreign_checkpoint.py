@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import operator
+import reprlib
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +21,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from data_utils.command_line import plural, require
-from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_inside
+from data_utils.command_line import Log, plural, require
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from mpu.partition import TensorSlice
 
+Entries = Mapping[str, Any]  # of a dictionary in a file, or of our metadata
 OPTIMIZER_KINDS = ("master", *MOMENTS)
 GPT2_VOCAB_SIZE = 50257
 MAX_JSON_BYTES = 2 << 20  # ten times the size of the index of GPT-2's largest model
@@ -45,14 +46,6 @@ PARSE_ERRORS = (
 )
 
 
-class MixedRunsError(ValueError):
-    """Files of one checkpoint hold different values of the same parameter, or of its optimizer state."""
-
-
-class UnknownHeadsError(ValueError):
-    """The files do not contain the number of attention heads, and no flag gives it."""
-
-
 @contextlib.contextmanager
 def file_errors(path: str | Path) -> Iterator[None]:
     """Convert errors inside the block to a ValueError in one line that names `path` or a file in it."""
@@ -61,11 +54,10 @@ def file_errors(path: str | Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
     except PARSE_ERRORS as error:
-        message = (
-            str(error) if isinstance(error, ValueError) else f"damaged ({type(error).__name__}: {str(error)[:80]!r})"
-        )
-        kind = UnknownHeadsError if isinstance(error, UnknownHeadsError) else ValueError
-        raise kind(message if str(path) in message else f"{path}: {message}") from error
+        message = str(error)
+        if not isinstance(error, ValueError):
+            message = f"damaged ({type(error).__name__}: {message[:80]!r})"
+        raise ValueError(message if str(path) in message else f"{path}: {message}") from error
 
 
 @dataclass(frozen=True)
@@ -93,15 +85,22 @@ class LazyTensor:
         return LazyTensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), lambda: tensor)
 
     @staticmethod
-    def combine(change: Callable[..., Tensor], *parts: LazyTensor) -> LazyTensor:
-        """Return a lazy tensor whose value is `change(*parts)`."""
+    def from_checkpoint(source: BaseCheckpoint, name: str) -> LazyTensor:
+        return LazyTensor(source.tensors[name], lambda: source.read(name))
+
+    @staticmethod
+    def combine(change: Callable[[list[Tensor]], Tensor], parts: Sequence[LazyTensor]) -> LazyTensor:
+        """Return a lazy tensor whose value is `change` of the values of `parts`."""
         shapes = [torch.empty(part.info.shape, dtype=part.info.dtype, device="meta") for part in parts]
-        info = LazyTensor.from_tensor(change(*shapes)).info
-        return LazyTensor(info, lambda: change(*(part.load() for part in parts)))
+        info = LazyTensor.from_tensor(change(shapes)).info
+        return LazyTensor(info, lambda: change([part.load() for part in parts]))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
         """Return a lazy tensor whose value is `change` of this value."""
-        return LazyTensor.combine(change, self)
+        return LazyTensor.combine(lambda parts: change(parts[0]), [self])
+
+    def dim(self) -> int:
+        return len(self.info.shape)
 
     def equal(self, other: LazyTensor) -> bool:
         """Return whether shapes, dtypes and values are equal."""
@@ -109,6 +108,7 @@ class LazyTensor:
 
 
 LazyTensors = Mapping[str, LazyTensor]
+TensorsByKind = dict[str, dict[str, LazyTensor]]
 OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors by kind and name, and metadata
 
 
@@ -119,12 +119,12 @@ class ForeignCheckpoint(BaseCheckpoint):
     model: the model's configuration, with the true vocabulary size.
     metadata: other values, with the names of our manifest.
     weights: the weights by our names, with the model's shapes.
-    left_out: one line for each thing that the files hold and this object does not.
+    left_out: one line for each thing that the files hold and this object does not. `read_optimizer` may append lines.
     read_optimizer: returns moments, metadata, and masters if they are not the weights. None: the files hold no state.
         If it fails, or if a master, rounded to the dtype of the weights, is not the weight, the state is left out, with
         `problem` in the line. Padding rows of the word embeddings are left out.
 
-    Raises ValueError for weights that are not floating-point, and MixedRunsError if `read_optimizer` does.
+    Raises ValueError for weights that are not floating-point.
     """
 
     def __init__(
@@ -133,15 +133,19 @@ class ForeignCheckpoint(BaseCheckpoint):
         format: str,
         iteration: int | None,
         model: ModelConfig,
-        metadata: Mapping[str, Any],
+        metadata: Entries,
         weights: LazyTensors,
-        left_out: Sequence[str] = (),
+        left_out: list[str],
         read_optimizer: Callable[[], OptimizerState] | None = None,
         problem: str = ": unknown form",
     ) -> None:
-        self.path, self.format, lines = path, format, list(left_out)
+        self.path, self.format, self.left_out = path, format, left_out
         shapes = {name: spec.global_shape for name, spec in model_partition_specs(model).items()}
-        kinds = {"model": {name: _without_padding(weights[name], shape) for name, shape in shapes.items()}}
+
+        def without_padding(tensors: LazyTensors) -> dict[str, LazyTensor]:
+            return {name: tensors[name].map(operator.itemgetter(slice(size))) for name, (size, *_) in shapes.items()}
+
+        kinds = {"model": without_padding(weights)}
         for name, weight in kinds["model"].items():
             dtype = weight.info.dtype
             require(dtype.is_floating_point, f"{path}: {name} has dtype {dtype}, which is not floating-point")
@@ -149,27 +153,19 @@ class ForeignCheckpoint(BaseCheckpoint):
         if read_optimizer is not None:
             try:
                 states, found = read_optimizer()
-                held = {
-                    kind: {name: _without_padding(states[kind][name], shape) for name, shape in shapes.items()}
-                    if kind in states
-                    else kinds["model"]
-                    for kind in OPTIMIZER_KINDS
-                }
+                held = {"master": kinds["model"]} | {kind: without_padding(states[kind]) for kind in states}
                 for kind, tensors in held.items():
                     for name, tensor in tensors.items():
-                        same = tensor.info == TensorInfo(torch.float32, shapes[name])
-                        require(same, f"{kind} of {name} is not fp32 with the shape of its parameter")
-                for name, weight in kinds["model"].items():
-                    check_master(name, weight, held["master"][name])
-                kinds, saved = {**kinds, **held}, found
-            except MixedRunsError:
-                raise
+                        is_fp32 = tensor.info == TensorInfo(torch.float32, shapes[name])
+                        require(is_fp32, f"{kind} of {name} is not fp32 with the shape of its parameter")
+                check_masters(kinds["model"], held["master"])
+                kinds, saved = kinds | held, found
             except PARSE_ERRORS as error:
-                lines.append(f"the optimizer's state{problem} ({type(error).__name__}: {str(error)[:200]})")
+                self.left_out.append(f"the optimizer's state{problem} ({type(error).__name__}: {str(error)[:200]})")
         self._lazy = {f"{kind}.{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
         self.tensors = {name: tensor.info for name, tensor in self._lazy.items()}
         self.iteration = saved["optimizer"]["adam_steps"] if iteration is None and saved else iteration or 0
-        self.left_out = tuple(lines)
+
         self.metadata = {
             "tokenizer": None,
             **metadata,
@@ -179,23 +175,18 @@ class ForeignCheckpoint(BaseCheckpoint):
             "iteration": self.iteration,
         }
 
-    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the slice of `name` at `offset`. Raises ValueError if it is outside
-        of the tensor."""
-        tensor_slice = TensorSlice(offset, tuple(out.shape))
-        if tensor_slice.numel:
-            check_inside(f"{self.path}: {name}", self.tensors[name].shape, tensor_slice)
-        out.copy_(self._lazy[name].load()[tensor_slice.slices()])
+    def saved_slices(self, name: str, target: TensorSlice) -> list[tuple[TensorSlice, Callable[[], Tensor]]]:
+        """Return the whole tensor as one slice."""
+        shape = self.tensors[name].shape
+        return [(TensorSlice((0,) * len(shape), shape), self._lazy[name].load)]
 
 
-def _without_padding(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    return tensor if tensor.info.shape == shape else tensor.map(operator.itemgetter(slice(shape[0])))
-
-
-def check_master(name: str, weight: LazyTensor, master: LazyTensor) -> None:
-    """Raise ValueError unless `master`, rounded to the dtype of `weight`, is equal to it."""
-    same = master is weight or torch.equal(master.load().to(weight.info.dtype), weight.load())
-    require(same, f"the master of {name}, rounded, is not the weight")
+def check_masters(weights: LazyTensors, masters: LazyTensors) -> None:
+    """Raise ValueError unless each master, rounded to the dtype of its weight, is equal to it."""
+    for name, weight in weights.items():
+        master = masters[name]
+        is_same = master is weight or torch.equal(master.load().to(weight.info.dtype), weight.load())
+        require(is_same, f"the master of {name}, rounded, is not the weight")
 
 
 def to_head_major(x: Tensor, heads: int, version: int = 0) -> Tensor:
@@ -226,29 +217,21 @@ def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) ->
     """Return the number of heads from the file (`saved`) or from `hints`. Raises ValueError that lists possible
     numbers, if the number is unknown or does not divide `hidden_size`."""
     heads = saved if isinstance(saved, int) else hints.num_attention_heads
-    fitting = sorted(
-        (n for n in range(tp_size, hidden_size + 1, tp_size) if hidden_size % n == 0),
-        key=lambda n: abs(math.log2(hidden_size / n / 64)),
-    )
+    fitting = [n for n in range(tp_size, hidden_size + 1, tp_size) if hidden_size % n == 0]
     if heads in fitting:
         return heads
-    advice = f"give --num-attention-heads, one of {', '.join(map(str, fitting[:6]))} (the most likely first)"
-    if heads is None:
-        raise UnknownHeadsError(f"does not contain its number of attention heads: {advice}")
-    raise ValueError(
-        f"{heads} attention heads do not divide its hidden size of {hidden_size} over {plural(tp_size, 'rank')}: "
-        f"{advice}"
-    )
+    problem = "does not contain its number of attention heads"
+    if heads is not None:
+        ranks = plural(tp_size, "rank")
+        problem = f"{heads} attention heads do not divide its hidden size of {hidden_size} over {ranks}"
+    raise ValueError(f"{problem}: give --num-attention-heads, one of {', '.join(map(str, fitting))}")
 
 
-def report_padding(rows: int, guesses: Sequence[str], log: Callable[[str], None]) -> None:
-    """Log that the vocabulary's true size is unknown.
-
-    guesses: sizes that `--vocab-size` may give.
-    """
+def report_padding(rows: int, log: Log) -> None:
+    """Log that the vocabulary's true size is unknown."""
     log(
-        f"the true vocabulary size is unknown, so the padded size, {rows}, is used: --vocab-size "
-        f"{' or '.join(guesses) or 'N'} leaves out the padding rows"
+        f"the true vocabulary size is unknown, so the padded size, {rows}, is used: --vocab-size N leaves out the "
+        f"padding rows (for GPT-2's vocabulary, --vocab-size {GPT2_VOCAB_SIZE})"
     )
 
 
@@ -260,16 +243,14 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = 2**31) -> i
 
 
 def short_repr(value: Any) -> str:
-    """Format `value` for a message. Other objects than strings and numbers are shown as their type, because their repr
-    can be very long."""
-    plain = isinstance(value, (str, int, float, type(None)))
-    return repr(value[:40] if isinstance(value, str) else value)[:60] if plain else f"a {type(value).__name__}"
+    """Format `value`, which may be a large object, for a message."""
+    return reprlib.repr(value)[:60]
 
 
 # --- Adam's state
 
 
-def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **progress: Any) -> dict[str, Any]:
+def adam_metadata(step: int, groups: Sequence[Any], flags: Entries, **progress: Any) -> dict[str, Any]:
     """Return the metadata of an optimizer state after `step` steps.
 
     groups: Adam's `param_groups`; empty if they are unknown.
@@ -286,6 +267,41 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **
     OptimizerConfig(**config)
     steps = {"num_updates": step, "skipped_steps": 0, "adam_steps": step, "loss_scaler": {"scale": 1.0}, **progress}
     return {"optimizer": steps, "config": {"optimizer": config}}
+
+
+def read_adam(
+    optimizer: Entries, weights: LazyTensors, masters: Sequence[Sequence[Tensor]] = ()
+) -> tuple[dict[str, LazyTensors], list[Any], int]:
+    """Read the state of an Adam, which has numbers instead of names: first matrices, which decay, then vectors, both in
+    the order of `weights`. Return the tensors by kind and name, the `param_groups`, and the steps. Raises ValueError,
+    LookupError or another error of parsing if the state does not belong to the weights.
+
+    masters: of the two groups, if they are not the weights.
+    """
+    groups, moments = optimizer["param_groups"], optimizer["state"]
+    states: TensorsByKind = {kind: {} for kind in (OPTIMIZER_KINDS if masters else MOMENTS)}
+    steps = []
+    for position, (names, group) in enumerate(zip(names_by_group(weights), groups, strict=True)):
+        if masters:
+            pairs = zip(names, masters[position], strict=True)
+            states["master"] |= {name: LazyTensor.from_tensor(master) for name, master in pairs}
+        for name, number in zip(names, map(operator.index, group["params"]), strict=True):
+            for moment in MOMENTS:
+                states[moment][name] = LazyTensor.from_tensor(moments[number][moment])
+            steps.append(group["step"] if "step" in group else moments[number]["step"])
+    return states, groups, same_step(steps)  # type: ignore[return-value]
+
+
+def names_by_group(weights: Mapping[str, Tensor] | LazyTensors) -> list[list[str]]:
+    """Return the names of the matrices, and those of the vectors."""
+    return [[name for name, x in weights.items() if (x.dim() > 1) == decays] for decays in (True, False)]
+
+
+def same_step(steps: Iterable[Any]) -> int:
+    """Return the number of steps in all `steps`. Raises ValueError if the numbers differ."""
+    found = {int(step) for step in steps}
+    require(len(found) == 1, f"steps {sorted(found)[:5]}")
+    return found.pop()
 
 
 def has_optimizer(source: BaseCheckpoint) -> bool:
@@ -307,9 +323,9 @@ def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
     return [{**same, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
 
 
-def spill_to_disk(folder: Path, parts: Iterable[Tensor]) -> Tensor:
-    """Write `parts` to a file in `folder`, delete its name, and return its values as a flat memory-mapped tensor. So
-    only one part at a time must be in memory."""
+def spill_to_disk(folder: Path, parts: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Write `parts` to a file in `folder`, delete its name, and return its values as a memory-mapped tensor of `shape`.
+    So only one part at a time must be in memory."""
     path, numel = folder / "tensor", 0
     with open(path, "wb") as stream:
         for x in parts:
@@ -317,4 +333,4 @@ def spill_to_disk(folder: Path, parts: Iterable[Tensor]) -> Tensor:
             numel, dtype = numel + x.numel(), x.dtype
     mapped = torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
     path.unlink()
-    return mapped
+    return mapped.view(shape)

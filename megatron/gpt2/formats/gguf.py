@@ -7,14 +7,13 @@ are fp32.
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.command_line import missing_package, require
+from data_utils.command_line import Log, missing_package, require
 from data_utils.tokenizers.base import MODEL_FILE, SentencePieceTokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
@@ -42,7 +41,7 @@ def write_gguf(
     *,
     dtype: str = "source",
     tokenizer: Tokenizer | None = None,
-    log: Callable[[str], None] = print,
+    log: Log = print,
 ) -> Path:
     """Write `source` as model.gguf into the new folder `out`, and return the folder. Only one tensor is in memory at a
     time.

@@ -6,7 +6,6 @@ Hugging Face's linear layers are `Conv1D`, stored [in, out]. This module does no
 
 import json
 import re
-from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -14,17 +13,18 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from data_utils import Tokenizer
-from data_utils.command_line import require
+from data_utils.command_line import Log, require
 from data_utils.files import read_json_object, read_safetensors_header
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import SAFETENSORS_DTYPES
+from megatron.gpt2.checkpoint.writer import ShardedTensor, write_safetensors
 from megatron.gpt2.device import PRECISION_DTYPES
 from megatron.gpt2.formats.compare import describe, format_description
 from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
+    Entries,
     ForeignCheckpoint,
     Hints,
     LazyTensor,
@@ -48,7 +48,6 @@ CONFIG_FRACTIONS = {
     "layer_norm_epsilon": "layernorm_epsilon",
     "initializer_range": "init_method_std",
 }
-CONFIG_DEFAULTS = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
 GELU_FORMS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
 # settings that change the model's formula, with the values of the original GPT-2
 REQUIRED_VALUES = {
@@ -59,10 +58,9 @@ REQUIRED_VALUES = {
 }
 # The files of a tokenizer. transformers 4 writes both sets, transformers 5 only the second.
 TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
-SHARD_BYTES = 5 * 10**9
 
 
-def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
+def open_huggingface(folder: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
     """Open the model in `folder`. Raises ValueError, in one line, if a file is not valid or if the model is not a plain
     GPT-2."""
     weights = next(folder / name for name in WEIGHTS if (folder / name).is_file())
@@ -75,37 +73,37 @@ def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) 
             folder,
             "huggingface",
             _tensors(weights),
+            fields,
             hints,
             log,
             iteration=0,
             tied=config.get("tie_word_embeddings", True),
             metadata={"tokenizer_files": {name: str(folder / name) for name in files}} if files else {},
-            **fields,
         )
 
 
-def _model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `build_checkpoint` that config.json gives."""
+def _model_fields(config: Entries) -> dict[str, Any]:
+    """Return the fields of ModelConfig that config.json gives."""
     kind, activation = config.get("model_type"), config.get("activation_function", "gelu_new")
     require(kind == "gpt2", f"model_type is {short_repr(kind)}, and this program supports only gpt2")
     for name, plain in REQUIRED_VALUES.items():
         if config.get(name, plain) is not plain:
             raise ValueError(f"{name} is {short_repr(config[name])}, which this program's GPT-2 does not compute")
-    if not isinstance(activation, str) or activation not in GELU_FORMS:
-        raise ValueError(
-            f"activation_function is {short_repr(activation)}, and this program supports {', '.join(GELU_FORMS)}"
-        )
-    sizes: dict[str, int | None] = {}
+    is_known = isinstance(activation, str) and activation in GELU_FORMS
+    require(
+        is_known, f"activation_function is {short_repr(activation)}, and this program supports {', '.join(GELU_FORMS)}"
+    )
+    fields: dict[str, Any] = {"gelu": GELU_FORMS[activation]}
     for name, ours in CONFIG_INTEGERS.items():
         require(name in config, f"has no {name}")
-        sizes[ours] = check_integer(name, config[name])
+        fields[ours] = check_integer(name, config[name])
     inner = config.get("n_inner")
-    sizes["ffn_hidden_size"] = None if inner in (None, 4 * config["n_embd"]) else check_integer("n_inner", inner)
-    fields: dict[str, Any] = {"gelu": GELU_FORMS[activation], "heads": sizes.pop("num_attention_heads"), "sizes": sizes}
+    fields["ffn_hidden_size"] = None if inner in (None, 4 * config["n_embd"]) else check_integer("n_inner", inner)
     for name, ours in CONFIG_FRACTIONS.items():
-        value = fields[ours] = config.get(name, CONFIG_DEFAULTS[name])
-        if type(value) not in (int, float) or not 0 <= value < 1:
-            raise ValueError(f"{name} should be a number in [0, 1), not {short_repr(value)}")
+        if name in config:
+            value = fields[ours] = config[name]
+            is_fraction = type(value) in (int, float) and 0 <= value < 1
+            require(is_fraction, f"{name} should be a number in [0, 1), not {short_repr(value)}")
     return fields
 
 
@@ -119,18 +117,10 @@ def _tensors(weights: Path) -> LazyTensors:
         isinstance(file, str) and re.fullmatch(rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in where.values()
     ):
         raise ValueError(f"weight_map should name files of this folder that end in .{kind}")
-    found: dict[str, LazyTensor] = {}
-    for file in sorted(set(where.values())):
-        for name, tensor in _load_file(weights.parent / file).items():
-            if where.get(name) != file:
-                raise ValueError(
-                    f"{weights.parent / file}: holds {short_repr(name)}, but {weights.name} lists it in "
-                    f"{short_repr(where.get(name))}"
-                )
-            found[name] = tensor
-    if missing := where.keys() - found.keys():
-        raise ValueError(f"lists {short_repr(min(missing))}, which is not in any of the files")
-    return found
+    files = {file: _load_file(weights.parent / file) for file in sorted(set(where.values()))}
+    for name, file in where.items():
+        require(name in files[file], f"lists {short_repr(name)}, which is not in {file}")
+    return {name: files[file][name] for name, file in where.items()}
 
 
 def _load_file(path: Path) -> LazyTensors:
@@ -159,7 +149,7 @@ def write_huggingface(
     *,
     dtype: str = "source",
     tokenizer: Tokenizer | None = None,
-    log: Callable[[str], None] = print,
+    log: Log = print,
 ) -> Path:
     """Write `source` as a `GPT2LMHeadModel` into the new folder `out`, and return the folder. Only one tensor is in
     memory at a time.
@@ -174,8 +164,14 @@ def write_huggingface(
     kind = export_kind(source, dtype)
     eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
     ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}
+    weights = {
+        name: ShardedTensor(
+            torch.empty(x.info.shape, dtype=wanted, device="meta"), x.info.shape, (0,) * len(x.info.shape), x.load
+        )
+        for name, x in export_tensors(source, kind, transposed=True, dtype=wanted).items()
+    }
     with new_folder(out) as folder:
-        _write_weights(export_tensors(source, folder, kind, transposed=True, dtype=wanted), folder)
+        write_safetensors(folder, WEIGHTS[0], source.iteration, weights)
         files, problem = (
             tokenizer_files(tokenizer, model.max_position_embeddings) if tokenizer else ({}, "the source has none")
         )
@@ -199,32 +195,11 @@ def write_huggingface(
             **dict.fromkeys(("dtype", "torch_dtype"), str(wanted).removeprefix("torch.")),
             **dict.fromkeys(("tie_word_embeddings", "scale_attn_weights", "use_cache"), True),
         }
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
+        generation = {"_from_model_config": True, **ends}
+        for name, values in {"config.json": config, "generation_config.json": generation}.items():
+            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_model_card(source, kind, wanted, problem), encoding="utf-8")
     return Path(out)
-
-
-def _write_weights(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write model.safetensors, or several files of up to SHARD_BYTES and their index."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for name, x in tensors.items():
-        if shards[-1] and sum(held.nbytes for held in shards[-1].values()) + x.nbytes > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = x
-    where: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        # {"format": "pt"} lets transformers map the file into memory.
-        save_file(shard, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": where}
-        _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 MODEL_CARD = """---

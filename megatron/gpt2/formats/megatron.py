@@ -14,7 +14,7 @@ all tensors of a rank at once, so the tensors are memory-mapped from temporary f
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data_utils.command_line import plural, require
+from data_utils.command_line import Log, plural, require
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE
 from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
+    Entries,
     ForeignCheckpoint,
     Hints,
     LazyTensor,
@@ -34,23 +35,23 @@ from megatron.gpt2.formats.foreign_checkpoint import (
     file_errors,
     from_head_major,
     has_optimizer,
+    same_step,
     spill_to_disk,
     to_head_major,
 )
 from megatron.gpt2.formats.megatron_model import (
     EMBEDDINGS_FOR_HEAD,
     LAYER,
-    TRUE_VOCAB_SIZE,
     MegatronLayout,
     chunks_of_stages,
     format_state_dict,
     infer_model_config,
-    megatron_args,
     merge_ranks,
     namespace_dict,
     native_name,
     padded_model_config,
     read_shard,
+    run_entries,
     saved_iteration,
 )
 from megatron.gpt2.formats.megatron_optimizer import (
@@ -59,7 +60,6 @@ from megatron.gpt2.formats.megatron_optimizer import (
     progress_metadata,
     read_rank_optimizer,
     read_zero_optimizer,
-    same_step,
     scheduler_state_dict,
 )
 from megatron.gpt2.formats.native import new_folder
@@ -100,7 +100,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 def detect_megatron_format(path: Path) -> str:
     """Return the format of the file of a rank. Raises ValueError if the file holds no model."""
     with file_errors(path):
-        top = _load(path)
+        top = load_torch_file(path)
         if path.name not in RANK_FILES or "module" in top:
             return "deepspeed"
         model: Any = top.get("model", top.get("model0"))
@@ -111,43 +111,25 @@ def detect_megatron_format(path: Path) -> str:
             return "megatron-2019"
         if "transformer_impl" in namespace_dict(top.get("args")):  # a flag of Megatron since v3.0
             return "megatron-v3"
-        number = top.get("checkpoint_version", 0)  # 2 in files since v2.0
-        return "megatron-v2" if type(number) in (int, float) and number >= 2 else "megatron-v1"
+        return "megatron-v2" if top.get("checkpoint_version") in (2, 3) else "megatron-v1"
 
 
-def _load(path: Path) -> dict[str, Any]:
-    top = load_torch_file(path)
-    require(isinstance(top, dict), f"{path}: holds no dictionary")
-    return top
-
-
-def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
+def open_megatron(path: Path, format: str, hints: Hints, *, log: Log) -> ForeignCheckpoint:
     """Open the checkpoint in `path`, the folder of an iteration. `log` gets a line if the true vocabulary size is only
     assumed. Raises ValueError, in one line, if the checkpoint is not valid."""
     files, tp_size = _open_files(path)
-    top, layout = (
-        files[0].top,
-        {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": len(files) // tp_size},
-    )
-    if (vpp_size := len(_chunks(top))) > 1:
-        layout["virtual_pipeline_model_parallel_size"] = vpp_size
-    model, padded = infer_model_config(
-        top,
-        {name: x.info.shape for file in files for name, x in file.weights.items() if name != EMBEDDINGS_FOR_HEAD},
-        {
-            "tensor_model_parallel_size": tp_size,
-            "model_parallel_size": tp_size,
-            "pipeline_model_parallel_size": len(files) // tp_size,
-            "virtual_pipeline_model_parallel_size": vpp_size,
-        },
-        hints,
-        log,
-        tp_size=tp_size,
-        padded_for=tp_size,
-    )
+    top = files[0].top
+    sizes = {
+        "tensor_model_parallel_size": tp_size,
+        "pipeline_model_parallel_size": len(files) // tp_size,
+        "virtual_pipeline_model_parallel_size": len(_chunks(top)),
+    }
+    layout = {name: size for name, size in sizes.items() if size > 1 or "virtual" not in name}
+    shapes = {name: x.info.shape for file in files for name, x in file.weights.items() if name != EMBEDDINGS_FOR_HEAD}
+    found = {**sizes, "model_parallel_size": tp_size}
+    model, padded = infer_model_config(top, shapes, found, hints, log, tp_size)
     number = top.get("checkpoint_version", 0)
-    if type(number) not in (int, float) or number not in (0, 1, 2, 3):
-        raise ValueError("its checkpoint_version is unknown; versions 0 to 3 are supported")
+    require(number in (0, 1, 2, 3), "its checkpoint_version is unknown; versions 0 to 3 are supported")
     version = 2 if format == "megatron-core" else int(number)
     order = partial(to_head_major, heads=model.num_attention_heads // tp_size, version=version)
     specs = model_partition_specs(padded, tp_size)
@@ -197,14 +179,15 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
     that names the file if one is missing or belongs to a different run."""
     paths = rank_files(path)
     first = paths[min(paths)]
-    args, sizes = namespace_dict(_load(first).get("args")), []
-    for i, flags in enumerate(
-        (("tensor_model_parallel_size", "model_parallel_size"), ("pipeline_model_parallel_size",))
-    ):
-        given = [args[flag] for flag in flags if type(args.get(flag)) is int]
-        sizes.append(max(1 + max(key[i] for key in paths), *given[:1], 1))
-    tp_size, pp_size = sizes
-    for rank, stage in itertools.product(range(tp_size), range(pp_size)):
+    args = namespace_dict(load_torch_file(first).get("args"))
+
+    def size(numbers: Iterable[int], *flags: str) -> int:
+        return max(1 + max(numbers), *(args[flag] for flag in flags if type(args.get(flag)) is int), 1)
+
+    ranks, stages = zip(*paths, strict=True)
+    tp_size = size(ranks, "tensor_model_parallel_size", "model_parallel_size")
+    pp_size = size(stages, "pipeline_model_parallel_size")
+    for rank, stage in ((rank, stage) for rank in range(tp_size) for stage in range(pp_size)):
         if (rank, stage) not in paths:
             name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (first.parent.name.count("_") == 3 or pp_size > 1)
             missing = f"{name}_model_states.pt" if first.parent == path else f"{name}/{first.name}"
@@ -212,42 +195,34 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
                 f"{missing} is missing; all files of {plural(tp_size, 'tensor-parallel rank')} and "
                 f"{plural(pp_size, 'pipeline stage')} are needed"
             )
-    files = [
-        RankFile(paths[rank, stage], _load(paths[rank, stage]), {})
-        for stage in range(pp_size)
-        for rank in range(tp_size)
-    ]
+    ordered = [paths[rank, stage] for stage in range(pp_size) for rank in range(tp_size)]
+    files = [RankFile(file, load_torch_file(file), {}) for file in ordered]
     begin, top = first.relative_to(path), files[0].top
     chunks, iteration, layers = _chunks(top), saved_iteration(top), 0
     for file in files:
         with file_errors(file.path):
-            found_iteration, own_chunks = saved_iteration(file.top), _chunks(file.top)
+            number, own = saved_iteration(file.top), ", ".join(_chunks(file.top)) or "no model"
+            require(number == iteration, f"two iterations are mixed: {number}, and {iteration} in {begin}")
             require(
-                found_iteration == iteration,
-                f"two iterations are mixed: {begin} is of iteration {iteration}, this file of {found_iteration}",
-            )
-            require(
-                own_chunks == chunks,
-                f"holds {', '.join(own_chunks) or 'no model'}, and {begin} holds {', '.join(chunks)}: are two runs "
-                "mixed?",
+                own == ", ".join(chunks), f"holds {own}, and {begin} holds {', '.join(chunks)}: are two runs mixed?"
             )
     for chunk in chunks:
         for number, file in enumerate(files, 1):
             with file_errors(file.path):
-                local = _add_chunk(file.top[chunk], file.weights, layers)
+                num_layers = _add_chunk(file.top[chunk], file.weights, layers)
             if number % tp_size == 0:  # This was the last file of a stage.
-                layers += len(local)
+                layers += num_layers
     return files, tp_size
 
 
-def _chunks(top: Mapping[str, Any]) -> list[str]:
+def _chunks(top: Entries) -> list[str]:
     """Return the keys of a file's chunks, in the order of their layers."""
     found = [name for name in top if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
     return sorted(found, key=lambda name: int("0" + re.sub(r"\D", "", name)))
 
 
-def _add_chunk(chunk: Any, weights: dict[str, LazyTensor], first_layer: int) -> set[int]:
-    """Add the tensors of a chunk to `weights`. Return the numbers of its layers."""
+def _add_chunk(chunk: Any, weights: dict[str, LazyTensor], first_layer: int) -> int:
+    """Add the tensors of a chunk to `weights`. Return the number of its layers."""
     if not isinstance(chunk, dict):
         raise ValueError(
             "holds no dictionary of weights (DeepSpeed's pipeline keeps them in layer_* files, which are not supported)"
@@ -260,11 +235,10 @@ def _add_chunk(chunk: Any, weights: dict[str, LazyTensor], first_layer: int) -> 
             name = f"transformer.layers.{first_layer + int(layer[1])}.{layer[2]}"
         require(name not in weights, f"holds {name} twice, once as {theirs[:120]!r}")
         weights[name] = LazyTensor.from_tensor(tensor)
-    require(local == set(range(len(local))), f"its layers are not numbered from 0 to {len(local) - 1}")
-    return local
+    return len(local)
 
 
-def flatten_state_dict(tree: Mapping[str, Any], prefix: str = "", depth: int = 5) -> dict[str, Tensor]:
+def flatten_state_dict(tree: Entries, prefix: str = "", depth: int = 5) -> dict[str, Tensor]:
     """Return the tensors of nested dictionaries, by name, without Transformer Engine's _extra_state (of FP8)."""
     found: dict[str, Tensor] = {}
     for key, value in tree.items():
@@ -272,7 +246,6 @@ def flatten_state_dict(tree: Mapping[str, Any], prefix: str = "", depth: int = 5
         if isinstance(value, dict) and depth:
             found |= flatten_state_dict(value, f"{name}.", depth - 1)
         elif not name.endswith("_extra_state"):
-            require(isinstance(value, Tensor), f"{name[:120]!r} is not a tensor")
             found[name] = value
         require(len(found) <= MAX_TENSORS, f"holds more than {MAX_TENSORS:,} tensors")
     return found
@@ -284,7 +257,7 @@ def write_megatron(
     format: str,
     layout: MegatronLayout | None = None,
     *,
-    log: Callable[[str], None] = print,
+    log: Log = print,
 ) -> Path:
     """Write `source` into the new folder `out` and return the iteration's folder.
 
@@ -298,9 +271,7 @@ def write_megatron(
     tp_size, model = layout.tensor, padded_model_config(source, layout.tensor)
     stages, specs = chunks_of_stages(model, layout, format), model_partition_specs(model, tp_size)
     with_optimizer = format != "megatron-core" and has_optimizer(source)
-    top: dict[str, Any] = {"iteration": source.iteration, TRUE_VOCAB_SIZE: source.metadata["vocab_size"]}
-    if format != "megatron-2019":
-        top |= {"args": megatron_args(source, model, layout, format), "checkpoint_version": 3.0}
+    top = run_entries(source, model, layout, format)
     if with_optimizer:
         name = "opt_param_scheduler" if format == "megatron-v3" else "lr_scheduler"
         top[name] = scheduler_state_dict(source, format, log)
@@ -311,7 +282,7 @@ def write_megatron(
         x = read_shard(source, name, specs[name], kind, rank, tp_size)
         if format == "megatron-2019" and ".query_key_value." in name:
             x = from_head_major(x, model.num_attention_heads // tp_size)
-        return spill_to_disk(folder, [x]).view(x.shape)
+        return spill_to_disk(folder, [x], x.shape)
 
     with new_folder(out) as folder:
         iteration = folder / f"iter_{source.iteration:07d}"

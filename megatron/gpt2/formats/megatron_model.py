@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.command_line import plural, require
+from data_utils.command_line import Log, plural, require
 from data_utils.files.restricted_pickle import PickledObject
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
-    GPT2_VOCAB_SIZE,
+    Entries,
     Hints,
     LazyTensor,
     LazyTensors,
-    MixedRunsError,
+    TensorsByKind,
     check_integer,
     infer_num_heads,
     matrix_shape,
@@ -112,15 +112,12 @@ def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, A
     body, attention = ("encoder", ".self_attention.") if format == "megatron-v3" else ("transformer", ".attention.")
     model: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        path = name.replace(".attention.", attention).split(".", 1)
-        if path[0] == "transformer":
-            path = ["language_model", body, path[1]]
-        elif name != EMBEDDINGS_FOR_HEAD:
-            path = ["language_model", "embedding", *path]
+        module, rest = name.replace(".attention.", attention).split(".", 1)
+        path = ["language_model", body] if module == "transformer" else ["language_model", "embedding", module]
         inner = model
-        for key in path[:-1]:
+        for key in [module] if name == EMBEDDINGS_FOR_HEAD else path:
             inner = inner.setdefault(key, {})
-        inner[path[-1]] = tensor
+        inner[rest] = tensor
     return model
 
 
@@ -161,22 +158,21 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
         f"{PIPELINE_FLAG} {pp_size}: {format} has no pipeline; use {', '.join(WITH_PIPELINE)}",
     )
     require(vpp_size == 1 or pp_size >= least, f"{VIRTUAL_FLAG} needs {PIPELINE_FLAG} of at least {least} in {format}")
-    for flag, given in ((FIRST_LAYERS_FLAG, layout.first), (LAST_LAYERS_FLAG, layout.last)):
-        require(
-            given is None or core,
-            f"{flag}: all stages of {format} have equally many layers; megatron-core has this flag",
-        )
+    require(
+        core or (layout.first is None and layout.last is None),
+        f"{FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG}: only megatron-core has stages of different sizes, not {format}",
+    )
     layers = layers_of_virtual_stages(model.num_layers, pp_size, vpp_size, layout.first, layout.last)
     # the sizes of the chunks of each stage
-    sizes = [tuple(map(len, layers[stage::pp_size])) for stage in range(pp_size)]
+    sizes = [list(map(len, layers[stage::pp_size])) for stage in range(pp_size)]
     middle = sizes[layout.first is not None : pp_size - (layout.last is not None)]
-    if len({*middle}) > 1 or any(len({*of_stage}) > 1 for of_stage in sizes):
-        chunked = f" with {vpp_size} chunks of layers each ({VIRTUAL_FLAG})" if vpp_size > 1 else ""
-        advice = f": give {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG}" if core else ""
-        raise ValueError(
-            f"{PIPELINE_FLAG} {pp_size}{chunked} does not divide the {model.num_layers} layers, as Megatron "
-            f"requires{advice}"
-        )
+    is_even = all(min(chunks) == max(chunks) for chunks in sizes) and all(chunks == middle[0] for chunks in middle)
+    advice = f": give {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG}" if core else ""
+    require(
+        is_even,
+        f"{PIPELINE_FLAG} {pp_size} does not divide the {model.num_layers} layers into equal chunks, as Megatron "
+        f"requires{advice}",
+    )
     chunks: list[dict[str, str]] = [{} for _ in layers]
     for name in model_partition_specs(model):
         if layer := LAYER.fullmatch(name):
@@ -191,46 +187,37 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
 
 def merge_ranks(
     ranks: Sequence[RankState], specs: Specs, tp_size: int, order: Callable[[Tensor], Tensor] | None = None
-) -> dict[str, dict[str, LazyTensor]]:
+) -> TensorsByKind:
     """Merge the shards of all ranks to the tensors of each kind (model, master, ...) for all parameters.
 
     order: permutes a rank's QKV rows to our order. Raises ValueError that names the file if a shard is missing, has a
-    wrong shape, or if ranks have different values of a replicated parameter. Raises MixedRunsError if the last stage's
-    copy of the word embeddings differs.
+    wrong shape, or if ranks have different values of a replicated parameter or of the word embeddings.
     """
-    merged: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in ranks[0][1]}
+    merged: TensorsByKind = {kind: {} for kind in ranks[0][1]}
     for kind, made in merged.items():
         for name, spec in specs.items():
             shards = [(file, states[kind][name]) for file, states in ranks if name in states[kind]]
-            if len(shards) != tp_size:
-                raise ValueError(
-                    f"{kind}.{name} is in {plural(len(shards), 'file')} instead of {tp_size}: are two runs mixed?"
-                )
+            problem = f"{kind}.{name} is in {plural(len(shards), 'file')} instead of {tp_size}: are two runs mixed?"
+            require(len(shards) == tp_size, problem)
             (origin, first), shape = shards[0], spec.local_shape(tp_size)
             for file, part in shards:
                 label = f"{file}: {kind}.{name}"
                 require(part.info.shape == shape, f"{label} has shape {part.info.shape} instead of {shape}")
-                if part.info != first.info or (spec.dim is None and not part.equal(first)):
-                    raise ValueError(
-                        f"{label} should be equal on all ranks and differs from {origin}: are two runs mixed?"
-                    )
+                is_same = part.info == first.info if spec.dim is not None else part.equal(first)
+                require(is_same, f"{label} should be equal on all ranks and differs from {origin}: are two runs mixed?")
             parts = [part.map(order) if order and ".query_key_value." in name else part for _, part in shards]
-            made[name] = LazyTensor.combine(partial(_concatenate, dim=spec.dim), *parts)
+            made[name] = LazyTensor.combine(spec.merge, parts)
         tables, copies = (
             [(file, states[kind][name]) for file, states in ranks if name in states[kind]]
             for name in (TIED_WEIGHT, EMBEDDINGS_FOR_HEAD)
         )
         for (file, copy), (origin, table) in zip(copies, tables, strict=False):
-            if not copy.equal(table):
-                raise MixedRunsError(
-                    f"{file}: {kind}.{EMBEDDINGS_FOR_HEAD} differs from the word embeddings of {origin}, and this "
-                    "program's GPT-2 ties them: are two runs mixed?"
-                )
+            require(
+                copy.equal(table),
+                f"{file}: {kind}.{EMBEDDINGS_FOR_HEAD} differs from the word embeddings of {origin}, and this "
+                "program's GPT-2 ties them: are two runs mixed?",
+            )
     return merged
-
-
-def _concatenate(*parts: Tensor, dim: int | None) -> Tensor:
-    return parts[0] if dim is None else torch.cat(parts, dim)
 
 
 def read_shard(source: BaseCheckpoint, name: str, spec: PartitionSpec, kind: str, rank: int, tp_size: int) -> Tensor:
@@ -255,21 +242,19 @@ def namespace_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else value.attributes() if isinstance(value, PickledObject) else {}
 
 
-def saved_iteration(top: Mapping[str, Any]) -> int:
+def saved_iteration(top: Entries) -> int:
     """Return the iteration in a file, or 0 if it has none. Raises ValueError if the number is not an integer."""
     name = next((name for name in ("iteration", "total_iters", "global_steps") if name in top), "")
     return check_integer(name, top.get(name, 0), 0, 10**12)
 
 
 def infer_model_config(
-    top: Mapping[str, Any],
+    top: Entries,
     shapes: Mapping[str, tuple[int, ...]],
     found: Mapping[str, int],
     hints: Hints,
-    log: Callable[[str], None],
-    *,
-    tp_size: int,
-    padded_for: int,
+    log: Log,
+    tp_size: int = 1,
 ) -> tuple[ModelConfig, ModelConfig]:
     """Return the model's configuration, once with the true vocabulary size and once with the padded one. `log` gets a
     line if the true size is unknown; then the padded size is used.
@@ -277,7 +262,6 @@ def infer_model_config(
     top: the file's other entries, such as "args".
     shapes: the shapes by our names, of one of `tp_size` ranks.
     found: values of arguments that follow from the files.
-    padded_for: the number of ranks for which the vocabulary was padded.
 
     Raises ValueError, in one line, if these contradict each other.
     """
@@ -295,20 +279,19 @@ def infer_model_config(
     num_layers = len({match[1] for name in shapes if (match := LAYER.fullmatch(name))})
     sizes = {**found, "num_layers": num_layers, "hidden_size": hidden_size, "padded_vocab_size": padded}
     for name, size in sizes.items():
-        if isinstance(args.get(name), int) and args[name] != size:
-            raise ValueError(f"{name} is {args[name]} by its arguments and {size} by its files: are two runs mixed?")
+        saved = args.get(name)
+        is_same = not isinstance(saved, int) or saved == size
+        require(is_same, f"{name} is {saved} by its arguments and {size} by its files: are two runs mixed?")
     true, given = top.get(TRUE_VOCAB_SIZE), hints.vocab_size
     for label, vocab_size in ((TRUE_VOCAB_SIZE, true), ("--vocab-size", given)):
-        if vocab_size is not None and not (type(vocab_size) is int and 0 < vocab_size <= padded):
-            raise ValueError(f"{label} {short_repr(vocab_size)}: it holds {padded} rows, padding included")
+        fits = vocab_size is None or (type(vocab_size) is int and 0 < vocab_size <= padded)
+        require(fits, f"{label} {short_repr(vocab_size)}: it holds {padded} rows, padding included")
     fields: dict[str, Any] = {name: float(args[name]) for name in MODEL_FLOATS if type(args.get(name)) in (int, float)}
     if type(args.get("norm_epsilon")) is float:  # Layer norms have this argument since 2023.
         fields["layernorm_epsilon"] = args["norm_epsilon"]
     divisor = args.get("make_vocab_size_divisible_by")
     if true is None and given is None:
-        guesses = ((GPT2_VOCAB_SIZE, "GPT-2's"), (args.get("vocab_size"), "its arguments'"))
-        likely = [f"{n} ({whose})" for n, whose in guesses if type(n) is int and 0 < padded - n <= 128 * padded_for]
-        report_padding(padded, likely, log)
+        report_padding(padded, log)
         divisor = 1
     # In 2019 Megatron had only the tanh form. Later versions use it in the fused kernel, and otherwise the erf form.
     tanh = "openai_gelu" not in args or args["openai_gelu"] or args.get("bias_gelu_fusion")
@@ -343,10 +326,12 @@ def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
     return dataclasses.replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * tp_size)
 
 
-def megatron_args(
-    source: BaseCheckpoint, model: ModelConfig, layout: MegatronLayout, format: str
-) -> argparse.Namespace:
-    """Return the `args` of a checkpoint. Megatron compares them with its flags, or uses them instead of flags."""
+def run_entries(source: BaseCheckpoint, model: ModelConfig, layout: MegatronLayout, format: str) -> dict[str, Any]:
+    """Return the entries of a checkpoint that describe the run, with its `args`. Megatron compares these with its
+    flags, or uses them instead of flags."""
+    entries: dict[str, Any] = {"iteration": source.iteration, TRUE_VOCAB_SIZE: source.metadata["vocab_size"]}
+    if format == "megatron-2019":
+        return entries
     metadata, tp_size, vpp_size = source.metadata, layout.tensor, layout.virtual(model.num_layers)
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     flags = {**metadata["config"].get("optimizer", {}), **metadata["config"].get("train", {})}
@@ -382,4 +367,4 @@ def megatron_args(
         args |= {"decoder_first_pipeline_num_layers": layout.first, "decoder_last_pipeline_num_layers": layout.last}
     if format == "megatron-v3":
         args["transformer_impl"] = "local"
-    return argparse.Namespace(**args)
+    return {**entries, "args": argparse.Namespace(**args), "checkpoint_version": 3.0}

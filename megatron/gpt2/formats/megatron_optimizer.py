@@ -10,8 +10,7 @@ files lack it, and have the order of the file's model.
 """
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +18,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data_utils.command_line import require
+from data_utils.command_line import Log, require
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
 from megatron.gpt2.config import OptimizerConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
+    Entries,
     LazyTensor,
     LazyTensors,
+    TensorsByKind,
     adam_metadata,
     adam_param_groups,
+    names_by_group,
     optimizer_config,
+    read_adam,
+    same_step,
     short_repr,
 )
 from megatron.gpt2.formats.megatron_model import TRAIN_ARGS, namespace_dict, native_name
@@ -40,7 +44,7 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 ParamGroups = list[list[dict[str, Tensor]]]
 # The state consists of the tensors by kind and our name, the saved optimizer with the loss scaler, Adam's param groups,
 # and its steps.
-RankOptimizer = tuple[dict[str, LazyTensors], Mapping[str, Any], list[Any], int]
+RankOptimizer = tuple[dict[str, LazyTensors], Entries, list[Any], int]
 
 
 class ScheduleKeys(NamedTuple):
@@ -65,27 +69,15 @@ PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("tra
 # --- read
 
 
-def progress_metadata(args: Mapping[str, Any]) -> dict[str, Any]:
+def progress_metadata(args: Entries) -> dict[str, Any]:
     """Return the run's progress and its flags from Megatron's arguments, under our manifest's names."""
     train = {name: args[name] for name in TRAIN_ARGS if type(args.get(name)) is int}
     progress = {name: args[theirs] for name, theirs in PROGRESS.items() if type(args.get(theirs)) is int}
     return {**progress, "config": {"train": train}}
 
 
-def _names_by_group(weights: LazyTensors) -> list[list[str]]:
-    return [[name for name, x in weights.items() if (len(x.info.shape) > 1) == decays] for decays in (True, False)]
-
-
-def same_step(steps: Iterable[Any]) -> int:
-    """Return the number of steps in all `steps`. Raises ValueError if the numbers differ."""
-    found = {int(step) for step in steps}
-    require(len(found) == 1, f"steps {sorted(found)[:5]}")
-    return found.pop()
-
-
 def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
-    """Read the optimizer of a rank. Raises ValueError, LookupError or another error of parsing if the state does not
-    belong to them.
+    """Read the optimizer of a rank. Raises the errors of `read_adam`.
 
     weights: the weights of the same file, in its order.
     """
@@ -93,22 +85,11 @@ def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
     # is Adam's state.
     adam = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
     masters = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
-    groups, moments = adam["param_groups"], adam["state"]
-    states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in (OPTIMIZER_KINDS if masters else MOMENTS)}
-    steps = []
-    for position, (names, group) in enumerate(zip(_names_by_group(weights), groups, strict=True)):
-        numbers = list(map(operator.index, group["params"]))
-        if masters:
-            pairs = zip(names, masters[position], strict=True)
-            states["master"] |= {name: LazyTensor.from_tensor(master) for name, master in pairs}
-        for name, number in zip(names, numbers, strict=True):
-            for moment in MOMENTS:
-                states[moment][name] = LazyTensor.from_tensor(moments[number][moment])
-            steps.append(group["step"] if "step" in group else moments[number]["step"])
-    return states, optimizer, groups, same_step(steps)  # type: ignore[return-value]
+    states, groups, step = read_adam(adam, weights, masters or ())
+    return states, optimizer, groups, step
 
 
-def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: LazyTensors) -> RankOptimizer:
+def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensors) -> RankOptimizer:
     """Read the optimizer of a rank that DeepSpeed sharded.
 
     files: the files by data-parallel rank.
@@ -123,11 +104,12 @@ def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: 
     require(count == len(files), f"{len(files)} of {count} files of data-parallel ranks like {files[0].name} are there")
     # With --elastic-checkpoint, this is the state of each group, without its settings.
     elastic = isinstance(adams[0], list)
-    moments = [adam if elastic else adam["state"] for adam in adams]
+    moments = adams if elastic else [adam["state"] for adam in adams]
     groups = [] if elastic else adams[0]["param_groups"]
-    names = [list(map(native_name, shapes)) for shapes in top.get("param_shapes") or ()] or _names_by_group(weights)
-    states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in OPTIMIZER_KINDS}
-    steps = []
+    names = [list(map(native_name, shapes)) for shapes in top.get("param_shapes") or ()] or names_by_group(weights)
+    states: TensorsByKind = {kind: {} for kind in OPTIMIZER_KINDS}
+    # The steps are in the settings of a group, in its state, or in the file.
+    steps = [settings["step"] for settings in groups if "step" in settings]
     for number, in_order in enumerate(names):
         flat = {"master": [part["single_partition_of_fp32_groups"][number] for part in parts]}
         flat |= {moment: [each[number][moment] for each in moments] for moment in MOMENTS}
@@ -139,12 +121,8 @@ def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: 
             at += math.prod(info.shape)
         unused = sum(map(len, flat["master"])) - at
         require(0 <= unused <= 4 * count, f"group {number} has {unused} values more than the model")
-        steps += [
-            groups[number]["step"] if groups and "step" in groups[number] else each[number].get("step")
-            for each in moments
-        ]
-    steps = [step for step in steps if step is not None] or [first["base_optimizer_state_step"]]
-    return states, first, groups, same_step(steps)  # type: ignore[return-value]
+        steps += [each[number]["step"] for each in moments if "step" in each[number]]
+    return states, first, groups, same_step(steps or [first["base_optimizer_state_step"]])  # type: ignore[return-value]
 
 
 def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Tensor:
@@ -157,7 +135,7 @@ def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Ten
 
 
 def megatron_adam_metadata(
-    top: Mapping[str, Any], optimizer: Mapping[str, Any], groups: Sequence[Any], step: int, left_out: list[str]
+    top: Entries, optimizer: Entries, groups: Sequence[Any], step: int, left_out: list[str]
 ) -> dict[str, Any]:
     """Return the metadata of Adam's state, with our flags for the schedule, the loss scale and AdamW. `left_out` gets a
     line for each setting that our flags do not have.
@@ -168,32 +146,31 @@ def megatron_adam_metadata(
     """
     args = namespace_dict(top.get("args"))
     flags: dict[str, Any] = {"clip_grad": args["clip_grad"]} if type(args.get("clip_grad")) is float else {}
-    scaler, saved = {"scale": 1.0}, optimizer.get("grad_scaler")
+    scaler = {"scale": 1.0}
     if "loss_scaler" in optimizer:  # the key of files of 2019 and of DeepSpeed
-        saved = namespace_dict(optimizer["loss_scaler"])
-        scaler = {"scale": float(saved["cur_scale"])}
+        saved: Any = namespace_dict(optimizer["loss_scaler"])
+        scaler["scale"] = saved["cur_scale"]
         if optimizer.get("dynamic_loss_scale"):
-            scaler["clean_steps"] = float(saved["cur_iter"] - saved["last_overflow_iter"] - 1)
-            scaler["hysteresis_left"] = float(saved["cur_hysteresis"])
+            scaler["clean_steps"] = saved["cur_iter"] - saved["last_overflow_iter"] - 1
+            scaler["hysteresis_left"] = saved["cur_hysteresis"]
             flags["loss_scale_window"] = int(saved["scale_window"])
             flags["hysteresis"] = int(saved["delayed_shift"])
             flags["min_loss_scale"] = float(saved["min_scale"])
-    elif saved:
-        scaler = {"scale": float(saved["scale"])}
+    elif saved := optimizer.get("grad_scaler"):
+        scaler["scale"] = saved["scale"]
         if "growth_tracker" in saved:
-            scaler["clean_steps"] = float(saved["growth_tracker"])
+            scaler["clean_steps"] = saved["growth_tracker"]
             # Megatron's loss-scale tracker goes below 1, and ours stays at 1. From 1 on, both halve the scale at every
             # overflow.
-            scaler["hysteresis_left"] = float(max(1, saved["hysteresis_tracker"]))
+            scaler["hysteresis_left"] = max(1, saved["hysteresis_tracker"])
     good, more = _read_scheduler(top, args, step, left_out)
     skipped = max(0, top.get("iteration", top.get("total_iters", good)) - good)
-    progress = {"num_updates": good, "skipped_steps": skipped, "loss_scaler": scaler}
+    numbers = {name: float(value) for name, value in scaler.items()}
+    progress = {"num_updates": good, "skipped_steps": skipped, "loss_scaler": numbers}
     return adam_metadata(step, groups, {**flags, **more}, **progress)
 
 
-def _read_scheduler(
-    top: Mapping[str, Any], args: Mapping[str, Any], step: int, left_out: list[str]
-) -> tuple[int, dict[str, Any]]:
+def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str]) -> tuple[int, dict[str, Any]]:
     """Read the learning rate schedule. Return the number of steps that were not skipped, and our flags of the
     schedule."""
     saved = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
@@ -201,14 +178,14 @@ def _read_scheduler(
     old = version == "megatron-2019"
     unit: Any = 1 if old else args.get("global_batch_size")
     if version is None or type(unit) is not int:
-        left_out.append("the schedule")
+        left_out += ["the schedule: its form or its global batch size is unknown"] * bool(saved)
         return step, {}
     names = SCHEDULE_KEYS[version]
     style, end = saved[names.style], int(saved[names.end])
     if old:
         style = DECAY_STYLES.get(style, style)
         if style in ("linear", "exponential"):
-            left_out.append(f"the {style} schedule of 2019: today's formula, which is close to it, is used instead")
+            left_out.append(f"the {style} schedule of 2019: the formula of today is used, which is close to it")
     grows = args.get("rampup_batch_size") or args.get("step_batch_size_schedule")
     num_updates = step if grows else int(saved[names.done]) // unit
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
@@ -295,27 +272,20 @@ def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
     ]
 
 
-def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str], None]) -> dict[str, Any] | None:
+def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Log) -> dict[str, Any] | None:
     """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the format lacks this
     schedule."""
     config, metadata = optimizer_config(source), source.metadata
     style, old = config.lr_decay_style, format == "megatron-2019"
     batch: Any = metadata.get("global_batch_size")
     length: Any = metadata.get("train_iters")
-    if old:
-        known = style != "WSD"
-        why = "2019's Megatron has no WSD"
-        if style not in ("constant", "cosine-2019", "WSD"):
-            log(
-                f"the {style} schedule is written by its name and values: the formula of 2019 is close to today's, not "
-                "equal"
-            )
-    else:
-        known = bool(batch) and style in ("linear", "cosine", "constant")
-        why = f"{format} has no {style}" if batch else "the source does not contain its global batch size"
-    if not known:
+    has_style = style != "WSD" if old else style in ("linear", "cosine", "constant")
+    if not has_style or not (old or batch):
+        why = "the source does not contain its global batch size" if has_style else f"{format} has no {style}"
         log(f"left out: the schedule: {why}")
         return None
+    if old and style not in ("constant", "cosine-2019"):
+        log(f"the formula of 2019 for the {style} schedule is close to that of today, but not equal")
     warmup, end = config.warmup_and_decay(metadata.get("decay_iters") or length or source.iteration, batch or 1)
     names, unit = SCHEDULE_KEYS[format], 1 if old else batch
     train, done = metadata["config"].get("train", {}), metadata["optimizer"]["num_updates"] * unit
@@ -330,6 +300,6 @@ def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str
         names.done: done,
     }
     if format == "megatron-v3":
-        state |= {"start_wd": config.weight_decay, "end_wd": config.weight_decay}
+        state |= dict.fromkeys(("start_wd", "end_wd"), config.weight_decay)
         state |= {"wd_incr_style": "constant", "wd_incr_steps": round((length or end) * unit)}
     return state

@@ -13,7 +13,6 @@ adamw)} with Hugging Face's names. `model` is a GPT2LMHeadModel, sharded or not.
 with weight decay, then vectors.
 """
 
-import operator
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +24,19 @@ import torch
 from torch import Tensor
 
 from data_utils import Tokenizer
-from data_utils.command_line import require
+from data_utils.command_line import Log, require
 from data_utils.files import flush_to_disk
 from data_utils.tokenizers.base import CharacterTokenizer
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
-    GPT2_VOCAB_SIZE,
+    Entries,
     ForeignCheckpoint,
     Hints,
     LazyTensor,
     LazyTensors,
     OptimizerState,
+    TensorsByKind,
     adam_metadata,
     adam_param_groups,
     check_integer,
@@ -44,7 +44,10 @@ from megatron.gpt2.formats.foreign_checkpoint import (
     has_optimizer,
     infer_num_heads,
     matrix_shape,
+    names_by_group,
+    read_adam,
     report_padding,
+    same_step,
     spill_to_disk,
     to_head_major,
 )
@@ -131,20 +134,21 @@ def find_weights(found: LazyTensors, left_out: list[str]) -> tuple[dict[str, Laz
     left_out += [f"{len(others)} other tensors, {theirs[:80]} among them" for theirs in others[:1]]
     weights = {name: found[theirs] for theirs, name in named.items() if name and not BUFFERS.fullmatch(name)}
     head = weights.pop(LM_HEAD, None)
-    if head is not None and not head.equal(weights[WTE]):
-        raise ValueError(f"{LM_HEAD} is not {WTE}, and the head of this program's GPT-2 is tied")
+    is_tied = head is None or head.equal(weights[WTE])
+    require(is_tied, f"{LM_HEAD} is not {WTE}, and the head of this program's GPT-2 is tied")
     return weights, head is not None
 
 
 def _find_prefix(names: Sequence[str]) -> str:
     """Return the prefix of OpenAI's names in `names`. Raises ValueError if the names are not those of a GPT-2."""
     tables = [name for name in names if re.fullmatch(rf"(.+\.)?{re.escape(WTE)}", name)]
+    others = (whose for pattern, whose in OTHER_ARCHITECTURES if any(re.search(pattern, name) for name in names))
     if len(tables) != 1:
-        for pattern, whose in OTHER_ARCHITECTURES:
-            if name := next((name for name in names if re.search(pattern, name)), None):
-                raise ValueError(f"holds {name[:120]}, a name of {whose}, and this program reads only GPT-2")
-        some = f"holds {names[0][:120]}" if names else "holds no tensor"
-        raise ValueError(f"is not a GPT-2: {some}, and {len(tables)} tensors with names that end in {WTE}")
+        some = names[0][:120] if names else "no tensor"
+        raise ValueError(
+            f"is not a GPT-2, but {next(others, 'another model')}: holds {some}, and {len(tables)} tensors with names "
+            f"that end in {WTE}"
+        )
     return tables[0].removesuffix(WTE)
 
 
@@ -155,19 +159,16 @@ def _strip_prefix(prefix: str, name: str) -> str:
     return WRAPPERS.sub("", name.removeprefix(prefix)) if name.startswith(prefix) else ""
 
 
-def to_native_tensors(
-    model: ModelConfig, found: LazyTensors, *, transposed: bool, biases: bool = True
-) -> dict[str, LazyTensor]:
-    """Convert `found`, with OpenAI's names, to our names and layout. The word embeddings may have padding rows. Raises
-    ValueError if other shapes differ from `model`.
+def to_native_tensors(model: ModelConfig, found: LazyTensors, *, transposed: bool) -> dict[str, LazyTensor]:
+    """Convert `found`, with OpenAI's names, to our names and layout. The word embeddings may have padding rows. If the
+    model has no biases, they are zeros here. Raises ValueError if other shapes differ from `model`.
 
     transposed: linear layers are stored [in, out].
-    biases: False for a model without biases, which get zeros here.
     """
-    ours, left = {}, dict(found)
+    ours, left, has_biases = {}, dict(found), "ln_f.bias" in found
     for name, spec in model_partition_specs(model).items():
         theirs, shape = openai_name(name), spec.global_shape
-        if not biases and name.endswith(".bias"):
+        if name.endswith(".bias") and not has_biases:
             dtype = found[WTE].info.dtype
             ours[name] = LazyTensor(TensorInfo(dtype, shape), partial(torch.zeros, shape, dtype=dtype))
             continue
@@ -179,8 +180,7 @@ def to_native_tensors(
             shape = shape[::-1]
         require(tensor.info.shape == shape, f"{theirs} has shape {tensor.info.shape} instead of {shape}")
         ours[name] = tensor.map(partial(from_openai, name=name, heads=model.num_attention_heads, transposed=transposed))
-    if left:
-        raise ValueError(f"holds {next(iter(left))!r}, which is not a part of GPT-2")
+    require(not left, f"holds {next(iter(left), '')!r}, which is not a part of GPT-2")
     return ours
 
 
@@ -188,27 +188,22 @@ def build_checkpoint(
     path: Path,
     format: str,
     tensors: LazyTensors,
+    saved: Entries,
     hints: Hints,
-    log: Callable[[str], None],
-    read: Callable[[LazyTensors, Callable[[LazyTensors], LazyTensors]], OptimizerState] | None = None,
+    log: Log,
+    read: Callable[[LazyTensors], OptimizerState] | None = None,
     *,
-    heads: Any = None,
-    gelu: str | None = None,
-    sizes: Mapping[str, int | None] | None = None,
     tied: Any = True,
     iteration: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    **more: Any,
+    metadata: Entries | None = None,
 ) -> ForeignCheckpoint:
     """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log`
     gets a line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
 
-    read: returns the optimizer state, given the weights and a function that converts tensors to our names.
-    heads, gelu: values from the file.
-    sizes: fields of ModelConfig from the file, which must fit the tensors.
+    saved: the fields of ModelConfig that are in the file.
+    read: returns the optimizer state of the weights, with OpenAI's names.
     tied: True if the file may lack a head.
     iteration: default, the optimizer's steps.
-    more: other fields of ModelConfig.
     """
     left_out: list[str] = []
     found, has_head = find_weights(tensors, left_out)
@@ -218,7 +213,7 @@ def build_checkpoint(
     transposed = shape("h.0.attn.c_attn.weight") == (hidden_size, 3 * hidden_size)
     ffn = shape("h.0.mlp.c_fc.weight")[transposed]
     if hints.vocab_size is None and rows == GPT2_PADDED_VOCAB_SIZE:
-        report_padding(rows, [f"{GPT2_VOCAB_SIZE} (GPT-2's)"], log)
+        report_padding(rows, log)
     shapes = {
         "num_layers": len({layer[1] for name in found if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))}),
         "hidden_size": hidden_size,
@@ -226,16 +221,24 @@ def build_checkpoint(
         "vocab_size": rows,
         "ffn_hidden_size": None if ffn == 4 * hidden_size else ffn,
     }
-    for name, size in (sizes or {}).items():
-        require(shapes[name] == size, f"its {name} is {size} by config.json and {shapes[name]} by its tensors")
-    model = ModelConfig(
-        **{**shapes, "vocab_size": min(rows, hints.vocab_size or rows)},  # type: ignore[arg-type]
-        num_attention_heads=infer_num_heads(hidden_size, 1, heads, hints),
-        gelu=gelu or hints.gelu or ("tanh" if transposed else "erf"),
-        **more,
-    )
-    ours = partial(to_native_tensors, model, transposed=transposed, biases="ln_f.bias" in found)
-    optimizer = partial(read, found, ours) if read else None
+    for name in shapes.keys() & saved.keys():
+        is_same = shapes[name] == saved[name]
+        require(is_same, f"its {name} is {saved[name]} by its configuration and {shapes[name]} by its tensors")
+    known = {
+        "gelu": hints.gelu or ("tanh" if transposed else "erf"),
+        **saved,
+        **shapes,
+        "num_attention_heads": infer_num_heads(hidden_size, 1, saved.get("num_attention_heads"), hints),
+        "vocab_size": min(rows, hints.vocab_size or rows),
+    }
+    model = ModelConfig(**known)
+    ours = partial(to_native_tensors, model, transposed=transposed)
+
+    def read_optimizer(read: Callable[[LazyTensors], OptimizerState]) -> OptimizerState:
+        states, values = read(found)
+        return {kind: ours(tensors) for kind, tensors in states.items()}, values
+
+    optimizer = partial(read_optimizer, read) if read else None
     return ForeignCheckpoint(path, format, iteration, model, metadata or {}, ours(found), left_out, optimizer)
 
 
@@ -246,19 +249,41 @@ def export_kind(source: BaseCheckpoint, dtype: str) -> str:
 
 
 def export_tensors(
-    source: BaseCheckpoint, folder: Path, kind: str, *, transposed: bool, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Return the tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from
-    temporary files in `folder`, so that only one at a time must be in memory.
+    source: BaseCheckpoint, kind: str, *, transposed: bool, dtype: torch.dtype | None = None
+) -> dict[str, LazyTensor]:
+    """Return the tensors of a `kind` under Hugging Face's names, in the order of the model.
 
     dtype: the dtype of the tensors (default: the saved one).
     """
-    model, made = check_metadata(source), {}
-    for name in model_partition_specs(model):
-        x = source.read(f"{kind}.{name}").to(dtype)
-        x = to_openai(x, name, model.num_attention_heads, transposed=transposed)
-        made[f"transformer.{openai_name(name)}"] = spill_to_disk(folder, [x]).view(x.shape)
-    return made
+    model = check_metadata(source)
+
+    def converted(x: Tensor, name: str) -> Tensor:
+        return to_openai(x.to(dtype), name, model.num_attention_heads, transposed=transposed)
+
+    return {
+        f"transformer.{openai_name(name)}": LazyTensor.from_checkpoint(source, f"{kind}.{name}").map(
+            partial(converted, name=name)
+        )
+        for name in model_partition_specs(model)
+    }
+
+
+def export_state(
+    source: BaseCheckpoint, folder: Path, *, transposed: bool, dtype: torch.dtype | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Return the weights ("model"), from the masters if there are any, and AdamW's moments if the source has them, by
+    kind and Hugging Face's name. torch's writers need all tensors at once, so these are memory-mapped from temporary
+    files in `folder`."""
+    kinds = {"model": export_kind(source, "fp32")}
+    if has_optimizer(source):
+        kinds |= {moment: moment for moment in MOMENTS}
+    return {
+        kind: {
+            name: spill_to_disk(folder, [x.load()], x.info.shape)
+            for name, x in export_tensors(source, saved, transposed=transposed, dtype=dtype).items()
+        }
+        for kind, saved in kinds.items()
+    }
 
 
 def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -269,58 +294,47 @@ def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) ->
         {**group, **off, "foreach": None, "fused": None, "decoupled_weight_decay": True}
         for group in adam_param_groups(source)
     ]
-    names = [[name for name, x in weights.items() if (x.dim() > 1) == decays] for decays in (True, False)]
-    return list(zip(settings, names, strict=True))
+    return list(zip(settings, names_by_group(weights), strict=True))
+
+
+def adam_step(source: BaseCheckpoint) -> Tensor:
+    """Return the number of steps as torch's AdamW has it."""
+    return torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
 
 
 # --- nanoGPT
 
 
-def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
+def open_nanogpt(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
     """Open nanoGPT's checkpoint `path`. Raises ValueError, in one line, if it is not valid."""
     top = load_torch_file(path)
-    if not isinstance(top, dict) or not all(isinstance(top.get(name), dict) for name in ("model", "model_args")):
-        raise ValueError("is not a checkpoint of nanoGPT: model or model_args is missing")
-    for name, tensor in top["model"].items():
-        require(isinstance(tensor, Tensor), f"{str(name)[:80]!r} is not a tensor")
-    dropout = top["model_args"].get("dropout", 0.0)
-    require(type(dropout) in (int, float), "dropout is not a number")
+    is_known = isinstance(top, dict) and top.keys() >= {"model", "model_args"}
+    require(is_known, "is not a checkpoint of nanoGPT: model or model_args is missing")
+    args, optimizer = top["model_args"], top.get("optimizer")
+    saved = {"num_attention_heads": args.get("n_head")}
+    saved |= dict.fromkeys(("attention_dropout", "hidden_dropout"), args.get("dropout", 0.0))
     return build_checkpoint(
         path,
         "nanogpt",
-        {str(name): LazyTensor.from_tensor(tensor) for name, tensor in top["model"].items()},
+        {name: LazyTensor.from_tensor(tensor) for name, tensor in top["model"].items()},
+        saved,
         hints,
         log,
-        partial(_numbered_state, top["optimizer"]) if "optimizer" in top else None,
-        heads=top["model_args"].get("n_head"),
+        partial(_numbered_state, optimizer) if optimizer is not None else None,
         iteration=check_integer("iter_num", top.get("iter_num", 0), 0, 10**12),
-        attention_dropout=dropout,
-        hidden_dropout=dropout,
     )
 
 
-def _numbered_state(
-    optimizer: Mapping[str, Any], found: LazyTensors, ours: Callable[[LazyTensors], LazyTensors]
-) -> OptimizerState:
-    """Read AdamW's state, which has numbers instead of names: first matrices, then vectors, both in the model's
-    order."""
-    order = sorted(found, key=lambda name: len(found[name].info.shape) == 1)
-    groups, states = optimizer["param_groups"], optimizer["state"]
-    numbers = [number for group in groups for number in map(operator.index, group["params"])]
-    named = dict(zip(order, numbers, strict=True))
-    moments = {kind: {name: LazyTensor.from_tensor(states[named[name]][kind]) for name in found} for kind in MOMENTS}
-    (step,) = {int(state["step"]) for state in states.values()}
-    _, vectors = groups
-    require(not vectors["weight_decay"], "biases and layer norms have weight decay")
-    return {kind: ours(tensors) for kind, tensors in moments.items()}, adam_metadata(step, groups, {})
+def _numbered_state(optimizer: Entries, found: LazyTensors) -> OptimizerState:
+    states, groups, step = read_adam(optimizer, found)
+    require(not groups[1]["weight_decay"], "biases and layer norms have weight decay")
+    return states, adam_metadata(step, groups, {})
 
 
-def write_nanogpt(
-    source: BaseCheckpoint, out: str | Path, *, tokenizer: Tokenizer | None, log: Callable[[str], None] = print
-) -> Path:
+def write_nanogpt(source: BaseCheckpoint, out: str | Path, *, tokenizer: Tokenizer | None, log: Log = print) -> Path:
     """Write `source` into the new folder `out`, and return the folder: ckpt.pt in fp32, and meta.pkl for a character
     tokenizer. Raises ValueError, in one line, for a model that nanoGPT cannot load."""
-    model, kind = check_metadata(source), export_kind(source, "fp32")
+    model = check_metadata(source)
     require(
         model.gelu == "erf",
         f"{source.path}: its GELU is {model.gelu}, and nanoGPT's is erf, so the logits would differ; --to huggingface "
@@ -332,7 +346,8 @@ def write_nanogpt(
     ):
         require(value == only, f"{source.path}: {flag} is {value:g}, and nanoGPT supports only {only:g}")
     with new_folder(out) as folder:
-        weights = export_tensors(source, folder, kind, transposed=False, dtype=torch.float32)
+        state = export_state(source, folder, transposed=False, dtype=torch.float32)
+        weights = state.pop("model")
         top: dict[str, Any] = {
             "model": {**weights, LM_HEAD: weights[f"transformer.{WTE}"]},
             "model_args": {
@@ -345,20 +360,16 @@ def write_nanogpt(
             "best_val_loss": torch.tensor(1e9),
             "config": {"dataset": Path(out).name},
         }
-        if has_optimizer(source):
-            moments = {moment: export_tensors(source, folder, moment, transposed=False) for moment in MOMENTS}
-            step = torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
-            state: dict[int, dict[str, Tensor]] = {}
+        if state:
+            numbered: list[dict[str, Tensor]] = []
             groups = []
             for group, names in adamw_param_groups(source, weights):
-                groups.append({**group, "params": list(range(len(state), len(state) + len(names)))})
-                for name in names:
-                    state[len(state)] = {"step": step, **{moment: moments[moment][name] for moment in MOMENTS}}
-            top["optimizer"] = {"state": state, "param_groups": groups}
-        else:
-            log(
-                "left out: the optimizer's state, which the source does not hold: only train.py needs it, not sample.py"
-            )
+                groups.append({**group, "params": list(range(len(numbered), len(numbered) + len(names)))})
+                numbered += [
+                    {"step": adam_step(source), **{kind: moments[name] for kind, moments in state.items()}}
+                    for name in names
+                ]
+            top["optimizer"] = {"state": dict(enumerate(numbered)), "param_groups": groups}
         with open(folder / "ckpt.pt", "wb") as file:
             torch.save(top, file)
             flush_to_disk(file)
@@ -374,51 +385,50 @@ def write_nanogpt(
 # --- folders of DCP
 
 
-def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
+def open_dcp(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
     """Open the model in the DCP folder `path`. Raises ValueError, in one line, if it is not valid or not a GPT-2."""
     folder = DcpCheckpoint(path)
-    states = {name: match for name in folder.tensors if (match := OPTIMIZER_STATE.fullmatch(name))}
-    tensors = {name: folder.lazy_tensor(name) for name in folder.tensors if name not in states}
-    return build_checkpoint(path, "dcp", tensors, hints, log, partial(_named_state, folder, states) if states else None)
+    tensors = {name: LazyTensor.from_checkpoint(folder, name) for name in folder.tensors}
+    matches = [match for name in tensors if (match := OPTIMIZER_STATE.fullmatch(name))]
+    states = {(match[2], match[1]): tensors.pop(match[0]) for match in matches}
+    return build_checkpoint(
+        path, "dcp", tensors, {}, hints, log, partial(_named_state, folder, states) if states else None
+    )
 
 
 def _named_state(
-    folder: DcpCheckpoint,
-    states: Mapping[str, re.Match[str]],
-    found: LazyTensors,
-    ours: Callable[[LazyTensors], LazyTensors],
+    folder: DcpCheckpoint, states: Mapping[tuple[str, str], LazyTensor], found: LazyTensors
 ) -> OptimizerState:
-    """Read AdamW's state, which a DCP folder has by parameter name."""
-    prefix = _find_prefix([match[1] for match in states.values() if match[2] == MOMENTS[0]])
-    kinds: dict[str, dict[str, LazyTensor]] = {moment: {} for moment in MOMENTS}
-    steps = set()
-    for theirs, match in states.items():
-        name = _strip_prefix(prefix, match[1])
-        if match[2] == "step":
-            steps.add(int(folder.read(theirs)))
-        elif name != LM_HEAD:  # skip the tied head, whose state is a copy of the word embeddings'
-            kinds[match[2]][name] = folder.lazy_tensor(theirs)
+    """Read AdamW's state, which a DCP folder has by parameter name.
+
+    states: the tensors by kind, such as "exp_avg", and parameter.
+    """
+    prefix = _find_prefix([name for kind, name in states if kind == MOMENTS[0]])
+    kinds: TensorsByKind = {kind: {} for kind in (*MOMENTS, "step")}
+    for (kind, name), tensor in states.items():
+        kinds[kind][_strip_prefix(prefix, name)] = tensor
+    step = same_step(x.load() for x in kinds.pop("step").values())
+    for tensors in kinds.values():
+        tensors.pop(LM_HEAD, None)  # The state of the tied head is a copy of that of the word embeddings.
     groups: dict[str, dict[str, Any]] = {}
     for theirs in folder.objects:
         if setting := PARAM_GROUP.fullmatch(theirs):
             groups.setdefault(setting[1], {})[setting[2]] = folder.object(theirs)
-    (step,) = steps
-    return {kind: ours(tensors) for kind, tensors in kinds.items()}, adam_metadata(step, list(groups.values()), {})
+    return kinds, adam_metadata(step, list(groups.values()), {})
 
 
 def write_dcp(source: BaseCheckpoint, out: str | Path) -> Path:
     """Write `source` into the new folder `out`, and return the folder. If the source has masters, they are the weights,
     and AdamW's state is written, too. Only one tensor at a time must be in memory."""
     with new_folder(out) as folder:
-        weights = export_tensors(source, folder, export_kind(source, "fp32"), transposed=True)
+        exported = export_state(source, folder, transposed=True)
+        weights = exported.pop("model")
         state: dict[str, Any] = {f"model.{name}": x for name, x in weights.items()}
         state[f"model.{LM_HEAD}"] = weights[f"transformer.{WTE}"]
-        if has_optimizer(source):
-            step = torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
-            state |= {f"optimizer.state.{name}.step": step for name in weights}
-            for moment in MOMENTS:
-                tensors = export_tensors(source, folder, moment, transposed=True)
-                state |= {f"optimizer.state.{name}.{moment}": x for name, x in tensors.items()}
+        for kind, moments in exported.items():
+            state |= {f"optimizer.state.{name}.{kind}": x for name, x in moments.items()}
+        if exported:
+            state |= {f"optimizer.state.{name}.step": adam_step(source) for name in weights}
             for number, (group, names) in enumerate(adamw_param_groups(source, weights)):
                 for key, value in {**group, "params": names}.items():
                     state[f"optimizer.param_groups.{number}.{key}"] = value

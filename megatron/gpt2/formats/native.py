@@ -5,14 +5,14 @@ import contextlib
 import functools
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_utils import Tokenizer
-from data_utils.command_line import plural
+from data_utils.command_line import require
 from data_utils.files import fsync_path
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
@@ -25,8 +25,8 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 def require_new_folder(out: str | Path) -> None:
     """Raise ValueError if `out` exists and is not an empty folder."""
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists already and is not empty: give a new folder")
+    is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    require(is_new, f"{out}: exists already and is not empty: give a new folder")
 
 
 @contextlib.contextmanager
@@ -55,7 +55,6 @@ def write_native(
     *,
     tp_size: int,
     tokenizer: Tokenizer | None = None,
-    log: Callable[[str], None] = print,
 ) -> Path:
     """Write the iteration of `source` into the new folder `out`. Return the iteration's folder.
 
@@ -88,9 +87,7 @@ def write_native(
             tokenizer.save(folder / "tokenizer")
         saver = Saver(folder=folder, start_id=secrets.token_hex(8), log=lambda line: None)
         path = saver.write(source.iteration, files, metadata, PendingSave())
-    taken = {f"{kind}.{name}" for kind in kinds for name in specs}
-    if left := [name for name in source.tensors if name not in taken and not name.startswith("rng.")]:
-        log(f"left out: {plural(len(left), 'tensor')}, {left[0]} among them")
+
     return Path(out) / path.name
 
 
@@ -123,9 +120,10 @@ def native_metadata(source: BaseCheckpoint, tp_size: int, tokenizer: Tokenizer |
 
 def check_tokenizer(source: BaseCheckpoint, tokenizer: Tokenizer | None) -> None:
     """Raise ValueError if `source` and `tokenizer` have different vocabulary sizes."""
-    size = source.metadata["vocab_size"]
-    if tokenizer is not None and tokenizer.vocab_size != size:
-        raise ValueError(
-            f"{source.path}: has {size:,} tokens, but the tokenizer {tokenizer.vocab_size:,}: give the tokenizer that "
-            "the model was trained with, or the true --vocab-size"
+    if tokenizer is not None:
+        size, other = source.metadata["vocab_size"], tokenizer.vocab_size
+        require(
+            size == other,
+            f"{source.path}: has {size:,} tokens, but the tokenizer {other:,}: give the tokenizer that the model was "
+            "trained with, or the true --vocab-size",
         )

@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import Tokenizer
+from data_utils.command_line import require
 from data_utils.files import one_line, read_json_object
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode, find_merge, gpt2_tokenizer
 from megatron.gpt2.formats.foreign_checkpoint import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's tokenizer takes 3.5 MB.
-# Settings that change the ids of a text, with the allowed values. ABSENT: files of older versions lack the setting.
-ABSENT = object()
+# Settings that change the ids of a text, with the allowed values. None: files of older versions lack the setting.
 REQUIRED_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {
         "type": ("BPE",),
-        "dropout": (None, 0.0, ABSENT),
-        "continuing_subword_prefix": ("", None, ABSENT),
-        "end_of_word_suffix": ("", None, ABSENT),
-        "byte_fallback": (False, ABSENT),
-        "ignore_merges": (False, ABSENT),
+        "dropout": (None, 0.0),
+        "continuing_subword_prefix": (None, ""),
+        "end_of_word_suffix": (None, ""),
+        "byte_fallback": (None, False),
+        "ignore_merges": (None, False),
     },
-    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True, ABSENT)},
+    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (None, True)},
 }
 
 
@@ -57,13 +57,13 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
 
 
 def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the merge that gives each token of several bytes. Raises ValueError if no merge gives a token."""
+    """Return the merge that gives each token of several bytes."""
     ranks = {token: rank for rank, token in enumerate(ranked)}
     merges = []
     for rank, token in enumerate(ranked):
         if len(token) > 1:
-            if (pair := find_merge(token, ranks)) is None:
-                raise ValueError(f"the tokenizer's token {rank} is not the result of a merge")
+            pair = find_merge(token, ranks)
+            assert pair is not None, f"the tokenizer's token {rank} is not the result of a merge"
             merges.append(pair)
     return merges
 
@@ -80,22 +80,18 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
         return gpt2_tokenizer(paths[0].read_bytes(), paths[1].read_bytes(), *names)
     path = files["tokenizer.json"]
     found = read_json_object(Path(path), MAX_TOKENIZER_BYTES)
-    if found.get("normalizer") is not None:
-        raise ValueError(f"{path}: has a normalizer, {short_repr(found['normalizer'])}: GPT-2's tokenizer has none")
+    normalizer = found.get("normalizer")
+    require(normalizer is None, f"{path}: has a normalizer, {short_repr(normalizer)}: GPT-2's tokenizer has none")
     for part, plain in REQUIRED_SETTINGS.items():
         section = found.get(part)
         for name, values in plain.items():
-            value = section.get(name, ABSENT) if isinstance(section, dict) else section
-            if not any(type(value) is type(known) and value == known for known in values):
-                shown = "missing" if value is ABSENT else short_repr(value)
-                raise ValueError(
-                    f"{path}: {name} of its {part} is {shown}: only byte-level BPE with GPT-2's rules is supported"
-                )
+            value = section.get(name) if isinstance(section, dict) else section
+            problem = f"{path}: {name} of its {part} is {short_repr(value)}"
+            require(value in values, f"{problem}: only byte-level BPE with GPT-2's rules is supported")
     try:
         vocabulary = dict(found["model"]["vocab"])
         for token in found.get("added_tokens") or ():
-            if token["special"] is not True:
-                raise ValueError(f"{short_repr(token['content'])} is not a special token")
+            require(token["special"] is True, f"{short_repr(token['content'])} is not a special token")
             vocabulary[token["content"]] = token["id"]
         pairs = found["model"]["merges"]  # Older files have "a b" instead of ["a", "b"].
         lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in pairs)

@@ -22,7 +22,7 @@ from temporary files, so that only one layer must be in memory.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.command_line import require
+from data_utils.command_line import Log, require
 from data_utils.files import read_json_object
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
+    Entries,
     ForeignCheckpoint,
     Hints,
     LazyTensor,
     LazyTensors,
     OptimizerState,
-    check_master,
+    TensorsByKind,
+    check_masters,
     has_optimizer,
     short_repr,
     spill_to_disk,
@@ -51,17 +53,16 @@ from megatron.gpt2.formats.megatron_model import (
     EMBEDDINGS_FOR_HEAD,
     FUSED,
     LAYER,
-    TRUE_VOCAB_SIZE,
     MegatronLayout,
     chunks_of_stages,
     core_name,
     infer_model_config,
-    megatron_args,
     merge_ranks,
     namespace_dict,
     native_name,
     padded_model_config,
     read_shard,
+    run_entries,
     saved_iteration,
 )
 from megatron.gpt2.formats.megatron_optimizer import (
@@ -108,29 +109,28 @@ WITH_EXTRA_STATE = (
 )
 
 
-def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
+def open_torch_dist(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
     """Open the checkpoint in `path`, the folder of an iteration. Raises ValueError, in one line, if it is not valid."""
     backend = read_json_object(path / CONFIG, MAX_JSON_BYTES).get("sharded_backend")
-    if backend != "torch_dist":
-        raise ValueError(f"{path / CONFIG}: sharded_backend is {short_repr(backend)}, but must be torch_dist")
+    is_ours = backend == "torch_dist"
+    require(is_ours, f"{path / CONFIG}: sharded_backend is {short_repr(backend)}, but must be torch_dist")
     folder = DcpCheckpoint(path)
     top = _common_state(folder)
     args = namespace_dict(top.get("args"))
     kinds = _tensors_by_kind(folder)
     weights = kinds.pop("model", {})
-    tp_size = _positive_arg(args, "tensor_model_parallel_size") or 1
     shapes = {name: tensor.info.shape for name, tensor in weights.items()}
-    model, padded = infer_model_config(top, shapes, {}, hints, log, tp_size=1, padded_for=tp_size)
+    model, padded = infer_model_config(top, shapes, {}, hints, log)
     for name, spec in model_partition_specs(padded).items():
         require(shapes[name] == spec.global_shape, f"{name} has shape {shapes[name]} instead of {spec.global_shape}")
-    left_out = ["random states: of another program's generators"] * any(
-        n.startswith("rng_state") for n in folder.objects
-    )
+    left_out = ["random states: of another program's generators"] * any("rng_state" in name for name in folder.objects)
     flat = any(name.startswith(BUCKET_PREFIX) for name in folder.tensors)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    layout = {name: _positive_arg(args, name) or 1 for name in sizes}
 
     def adam() -> OptimizerState:
         if flat:
-            states = _bucket_states(folder, args, padded, weights)
+            states = _bucket_states(folder, args, layout, padded, weights)
             objects = {name: f"{BUCKET_PREFIX}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
             optimizer = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
         else:
@@ -141,10 +141,6 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
         step = int(state["common_step"] if "common_step" in state else groups[0]["step"])
         return states, megatron_adam_metadata(top, optimizer, groups, step, left_out)
 
-    layout = {
-        "tensor_model_parallel_size": tp_size,
-        "pipeline_model_parallel_size": args.get("pipeline_model_parallel_size") or 1,
-    }
     return ForeignCheckpoint(
         path,
         "torch_dist",
@@ -174,15 +170,15 @@ def _common_state(folder: DcpCheckpoint) -> dict[str, Any]:
     return top  # type: ignore[no-any-return]
 
 
-def _positive_arg(args: Mapping[str, Any], name: str) -> int | None:
+def _positive_arg(args: Entries, name: str) -> int | None:
     """Return the argument `name` if it is a positive integer, else None."""
     return args[name] if type(args.get(name)) is int and args[name] > 0 else None
 
 
-def _tensors_by_kind(folder: DcpCheckpoint) -> dict[str, dict[str, LazyTensor]]:
+def _tensors_by_kind(folder: DcpCheckpoint) -> TensorsByKind:
     """Return the tensors of the folder by kind and our name, with separate layers. Raises ValueError for duplicate
     names."""
-    found: dict[str, dict[str, LazyTensor]] = {}
+    found: TensorsByKind = {}
     for theirs in folder.tensors:
         if theirs.startswith(BUCKET_PREFIX):
             continue
@@ -199,20 +195,15 @@ def _split_layers(folder: DcpCheckpoint, theirs: str, name: str) -> dict[str, La
     """Split the tensor `theirs`, which belongs to the parameter `name`, into its layers if it is a stack of layers."""
     require(name in folder.tensors, f"holds {theirs[:120]}, but not its parameter")
     shape, whole = folder.tensors[theirs].shape, folder.tensors[name].shape
-    # The grid of ranks is part of the shape in fully_sharded_model_space.
-    grid = shape[:-1] if len(shape) == len(whole) + 1 else (1,) * len(whole)
-    splits = math.prod(shape) == math.prod(whole) and all(k and n % k == 0 for n, k in zip(whole, grid, strict=True))
-    require(shape == whole or splits, f"{theirs[:120]} has shape {shape}, and its parameter {whole}")
-    stacked = STACKED.fullmatch(name)
-    if not stacked:
-        found = {name: folder.lazy_tensor(theirs)}
-    else:
-        require(len(whole) > 1, f"{theirs[:120]} has no layers")
-        require(len(shape) == len(whole) or grid[0] == whole[0], f"{theirs[:120]} splits layers")
-        found = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy_tensor(theirs, row) for row in range(whole[0])}
-        grid, whole = grid[1:], whole[1:]
-    change = partial(merge_grid, grid=grid, shape=whole)
-    return found if len(shape) == len(folder.tensors[name].shape) else {n: x.map(change) for n, x in found.items()}
+    found = {name: LazyTensor.from_checkpoint(folder, theirs)}
+    if stacked := STACKED.fullmatch(name):
+        found = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy_row(theirs, row) for row in range(whole[0])}
+    if shape == whole:
+        return found
+    # The grid of ranks is part of the shape in fully_sharded_model_space. It does not split the layers.
+    first = 1 if stacked else 0
+    change = partial(merge_grid, grid=shape[first:-1], shape=whole[first:])
+    return {each: x.map(change) for each, x in found.items()}
 
 
 def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -226,33 +217,29 @@ def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tens
 
 
 def _bucket_states(
-    folder: DcpCheckpoint, args: Mapping[str, Any], model: ModelConfig, weights: LazyTensors
-) -> dict[str, dict[str, LazyTensor]]:
+    folder: DcpCheckpoint, args: Entries, layout: Mapping[str, int], model: ModelConfig, weights: LazyTensors
+) -> TensorsByKind:
     """Read masters and moments, fp32, from flat buckets.
 
-    args: the arguments of the run, with its layout.
+    args, layout: the arguments of the run, and its tensor- and pipeline-parallel size.
     model: the model's configuration with the padded vocabulary.
 
     Raises ValueError, in one line, if the buckets do not fit the model in any known order of modules.
     """
-    tp_size, pipeline = (_positive_arg(args, f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
+    tp_size, pp_size = layout.values()
     virtual = _positive_arg(args, "virtual_pipeline_model_parallel_size")
     ends = (_positive_arg(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    stages = chunks_of_stages(
-        model,
-        MegatronLayout(tp_size, pipeline, virtual and model.num_layers // (pipeline * virtual), *ends),
-        "megatron-core",
-    )
+    core = MegatronLayout(tp_size, pp_size, virtual and model.num_layers // (pp_size * virtual), *ends)
     # For each buffer and bucket, this is the name without the kind.
     buffers: dict[tuple[int, int], dict[int, str]] = {}
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
             buffers.setdefault((int(match[1]), int(match[2])), {})[int(match[3])] = name.removesuffix(".param")
     problem = "its buffers do not fit the layout in its arguments"
-    require(len(stages) * tp_size <= len(buffers), problem)
+    require(pp_size * tp_size <= len(buffers), problem)
     chunks = {
         (stage * tp_size + rank, number): chunk
-        for stage, stage_chunks in enumerate(stages)
+        for stage, stage_chunks in enumerate(chunks_of_stages(model, core, "megatron-core"))
         for rank in range(tp_size)
         for number, chunk in enumerate(stage_chunks)
     }
@@ -267,8 +254,7 @@ def _bucket_states(
                 for (rank, number), chunk in chunks.items()
             ]
             states = merge_ranks(ranks, specs, tp_size)
-            for name, weight in weights.items():
-                check_master(name, weight, states["master"][name])
+            check_masters(weights, states["master"])
             return states
         except ValueError as error:
             problem = problem or str(error)
@@ -292,10 +278,10 @@ def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str
 
 def _rank_state(
     folder: DcpCheckpoint, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, dict[str, LazyTensor]]:
+) -> TensorsByKind:
     """Return the tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the
     next one. Raises ValueError if the lengths do not fit."""
-    states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in STATE_NAMES}
+    states: TensorsByKind = {kind: {} for kind in STATE_NAMES}
     number = at = 0
     for name in reversed(names):
         shape, bucket = shapes[name], buckets.get(number, "")
@@ -304,8 +290,8 @@ def _rank_state(
             info = folder.tensors.get(f"{bucket}.{theirs}")
             if info is None or len(info.shape) != 1 or end > info.shape[0]:
                 raise ValueError(f"{name} does not fit into bucket {number}")
-            values = partial(folder.read, f"{bucket}.{theirs}", (at,), (end - at,))
-            states[kind][name] = LazyTensor(TensorInfo(info.dtype, shape), partial(_viewed, values, shape))
+            load = partial(_read_flat, folder, f"{bucket}.{theirs}", at, shape)
+            states[kind][name] = LazyTensor(TensorInfo(info.dtype, shape), load)
         at = -(-end // ALIGNMENT) * ALIGNMENT
         if at >= folder.tensors[f"{bucket}.param"].shape[0]:
             number, at = number + 1, 0
@@ -313,16 +299,14 @@ def _rank_state(
     return states
 
 
-def _viewed(values: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-    return values().view(shape)
+def _read_flat(folder: DcpCheckpoint, bucket: str, start: int, shape: tuple[int, ...]) -> Tensor:
+    return folder.read(bucket, (start,), (math.prod(shape),)).view(shape)
 
 
 # --- written
 
 
-def write_torch_dist(
-    source: BaseCheckpoint, out: str | Path, layout: MegatronLayout, *, log: Callable[[str], None] = print
-) -> Path:
+def write_torch_dist(source: BaseCheckpoint, out: str | Path, layout: MegatronLayout, *, log: Log = print) -> Path:
     """Write `source`, with Adam's state if it has one, into the new folder `out`. Return the iteration's folder.
     Megatron can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that
     Megatron Core does not support."""
@@ -334,13 +318,7 @@ def write_torch_dist(
         stacks.setdefault(torch_dist_name(name), []).append(name)
     prefixes = {"model": ""}
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    top: dict[str, Any] = {
-        "args": megatron_args(source, model, layout, "megatron-core"),
-        "checkpoint_version": 3.0,
-        "iteration": source.iteration,
-        TRUE_VOCAB_SIZE: source.metadata["vocab_size"],
-        "content_metadata": content,
-    }
+    top = run_entries(source, model, layout, "megatron-core") | {"content_metadata": content}
     if has_optimizer(source):
         prefixes |= {kind: f"optimizer.state.{theirs}." for kind, theirs in STATE_NAMES.items()}
         top["args"].use_distributed_optimizer = True
@@ -362,10 +340,10 @@ def write_torch_dist(
         for kind, prefix in prefixes.items():
             for theirs, names in stacks.items():
                 shape = specs[names[0]].local_shape(1)
-                stack = spill_to_disk(path, (read_shard(source, name, specs[name], kind, 0, 1) for name in names))
-                state[prefix + theirs] = (
-                    stack.view(len(names), *shape) if theirs.startswith(LAYERS) else stack.view(shape)
-                )
+                if theirs.startswith(LAYERS):
+                    shape = (len(names), *shape)
+                parts = (read_shard(source, name, specs[name], kind, 0, 1) for name in names)
+                state[prefix + theirs] = spill_to_disk(path, parts, shape)
         save_dcp(path, state)
         torch.save(top, path / COMMON)
         config = {"sharded_backend": "torch_dist", "common_backend": "torch"}

@@ -19,7 +19,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +28,15 @@ import torch
 from torch import Tensor
 
 from data_utils.command_line import require
+from data_utils.files import read_file
 from data_utils.files.restricted_pickle import PickledObject, read_pickle
-from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_coverage, intersection, relative_slice
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_coverage
 from megatron.gpt2.checkpoint.reader import without_garbage_collection
-from megatron.gpt2.formats.foreign_checkpoint import LazyTensor, file_errors
+from megatron.gpt2.formats.foreign_checkpoint import (
+    Entries,
+    LazyTensor,
+    file_errors,
+)
 from mpu.partition import TensorSlice
 
 ZIP = b"PK\x03\x04"
@@ -114,24 +119,24 @@ def _load_zip(mapped: _BoundedMmap, data: memoryview) -> Any:
     with zipfile.ZipFile(mapped) as archive:  # type: ignore[call-overload]
         for info in archive.infolist():
             name, size = info.filename, info.file_size
-            plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1 and size == info.compress_size
-            require(plain, f"the record {name[:80]!r} is compressed or encrypted")
+            is_plain = info.compress_type == zipfile.ZIP_STORED and size == info.compress_size
+            require(is_plain, f"the record {name[:80]!r} is compressed or encrypted")
             header = data[info.header_offset : info.header_offset + 30]
             start = info.header_offset + 30 + sum(struct.unpack("<26x2H", header))
-            listed = header[:4] == ZIP and start + size <= len(data) and name not in records
-            require(listed, f"the record {name[:80]!r} occurs twice, or not at its position in the list of records")
+            is_found = header[:4] == ZIP and start + size <= len(data) and name not in records
+            require(is_found, f"the record {name[:80]!r} occurs twice, or not at its position in the list of records")
             records[name] = start, size
     require(sum(size for _, size in records.values()) <= len(data), "its records overlap")
     root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), "")
     require(bool(root), "a zip file that torch.save did not write: it has no data.pkl")
     start, size = records.get(f"{root}byteorder", (0, 0))
-    little = not size or bytes(data[start : start + min(size, 8)]) == b"little"
-    require(little, "written on a big-endian machine, which is not supported")
+    is_little = not size or bytes(data[start : start + min(size, 8)]) == b"little"
+    require(is_little, "written on a big-endian machine, which is not supported")
 
     def find(dtype: torch.dtype, key: str, numel: int) -> int:
         start, size = records[f"{root}data/{key}"]
-        if size != numel * dtype.itemsize:
-            raise ValueError(f"storage {key[:20]!r} has {size:,} bytes instead of {numel} elements of {dtype}")
+        is_whole = size == numel * dtype.itemsize
+        require(is_whole, f"storage {key[:20]!r} has {size:,} bytes instead of {numel} elements of {dtype}")
         return start
 
     start, size = records[f"{root}data.pkl"]
@@ -148,23 +153,23 @@ def _load_legacy(data: memoryview) -> Any:
     starts: dict[str, int] = {}
 
     def note(dtype: torch.dtype, key: str, numel: int) -> int:
-        if sizes.setdefault(key, (dtype, numel)) != (dtype, numel) or numel * dtype.itemsize > len(data):
-            raise ValueError(f"storage {key[:20]!r} of {numel} elements does not fit into the file")
+        fits = sizes.setdefault(key, (dtype, numel)) == (dtype, numel) and numel * dtype.itemsize <= len(data)
+        require(fits, f"storage {key[:20]!r} of {numel} elements does not fit into the file")
         return 0
 
-    found, at = [], 0
-    require(bytes(data[:1]) == b"\x80", "not written by torch.save")
-    for _ in range(5):
-        begin, (value, at) = at, _read(data, at, len(data), note)
-        found.append((begin, value))
-        require(type(found[0][1]) is int and found[0][1] == MAGIC, "not written by torch.save")
-    (_, version), (_, system), (begin, _), (_, keys) = found[1:]
-    if type(version) is not int or version != 1001 or system["little_endian"] is not True:
-        raise ValueError("a legacy stream of an unknown version or a big-endian machine")
+    read = partial(_read, data, end=len(data), find=note)
+    magic, at = read(0)
+    require(magic == MAGIC, "not written by torch.save")
+    version, at = read(at)
+    system, begin = read(at)
+    is_known = version == 1001 and system["little_endian"] is True
+    require(is_known, "a legacy stream of an unknown version or a big-endian machine")
+    _, at = read(begin)
+    keys, at = read(at)
     for key in keys:
         dtype, numel = sizes.pop(key if type(key) is str else "")
-        if data[at : at + 8] != numel.to_bytes(8, "little"):
-            raise ValueError(f"storage {key[:20]!r} of {numel} elements is not at its position")
+        is_there = data[at : at + 8] == numel.to_bytes(8, "little")
+        require(is_there, f"storage {key[:20]!r} of {numel} elements is not at its position")
         starts[key], at = at + 8, at + 8 + numel * dtype.itemsize
     require(not sizes and at <= len(data), "ends before its last storage")
     return _read(data, begin, len(data), lambda dtype, key, numel: starts[key])[0]
@@ -175,8 +180,8 @@ def _read(data: memoryview, at: int, end: int, find: FindStorage) -> tuple[Any, 
 
     def storage(identity: Any) -> Storage:
         kind, of, key, _, numel, *view = identity
-        if kind != "storage" or type(key) is not str or type(numel) is not int or numel < 0 or view not in ([], [None]):
-            raise ValueError("damaged: a storage of an unknown form")
+        is_known = kind == "storage" and type(key) is str and type(numel) is int and numel >= 0 and view in ([], [None])
+        require(is_known, "damaged: a storage of an unknown form")
         dtype = STORAGES[of.name]
         return dtype, find(dtype, key, numel), numel
 
@@ -209,17 +214,13 @@ def _rebuild(data: memoryview, name: str, args: Any) -> Any:
 def _tensor(data: memoryview, storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Return a tensor that is a view of the file and has at most as many elements as its storage."""
     dtype, start, storage_size = storage
-    if (
-        len(shape) > 8
-        or len(stride) != len(shape)
-        or any(type(n) is not int or not 0 <= n <= len(data) for n in (offset, *shape, *stride))
-    ):
-        raise ValueError("damaged: a tensor of an unknown form")
+    is_known = len(shape) <= 8 and all(type(n) is int and 0 <= n <= len(data) for n in (offset, *shape, *stride))
+    require(is_known, "damaged: a tensor of an unknown form")
     if not (numel := math.prod(shape)):
         return torch.empty(shape, dtype=dtype)
     last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    if last >= storage_size or numel > storage_size:
-        raise ValueError(f"a tensor of shape {shape} does not fit into its storage of {storage_size} elements")
+    fits = last < storage_size and numel <= storage_size
+    require(fits, f"a tensor of shape {shape} does not fit into its storage of {storage_size} elements")
     return torch.frombuffer(
         data, dtype=dtype, count=last + 1 - offset, offset=start + offset * dtype.itemsize
     ).as_strided(shape, stride)
@@ -257,26 +258,26 @@ class DcpCheckpoint(BaseCheckpoint):
         for file, regions in files.items():
             where = path / file
             require(where.is_file(), f"{where}: missing; {DCP_METADATA} lists it")
-            listed = max(
-                max(region.start + region.length for region in regions), sum(region.length for region in regions)
-            )
-            size = where.stat().st_size
+            ends = (region.start + region.length for region in regions)
+            listed, size = max(*ends, sum(region.length for region in regions)), where.stat().st_size
             require(listed <= size, f"{where}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
         with file_errors(path / DCP_METADATA):
             for name, info in self.tensors.items():  # after the file sizes, because their check is faster
                 check_coverage(name[:120], info.shape, [tensor_slice for tensor_slice, _ in self._parts[name]])
 
-    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        wanted, dtype = TensorSlice(offset, tuple(out.shape)), self.tensors[name].dtype
+    def saved_slices(self, name: str, target: TensorSlice) -> Iterator[tuple[TensorSlice, Callable[[], Tensor]]]:
+        """Yield all saved slices of `name`."""
         for tensor_slice, region in self._parts[name]:
-            if (part := intersection(tensor_slice, wanted)).numel:
-                held = self._load(region)
-                if not isinstance(held, Tensor) or held.dtype != dtype or tuple(held.shape) != tensor_slice.shape:
-                    raise ValueError(
-                        f"{self.path / region.file}: byte {region.start:,} does not start a part of {name[:120]} "
-                        f"of shape {tensor_slice.shape} and {dtype}"
-                    )
-                out[relative_slice(part, wanted).slices()] = held[relative_slice(part, tensor_slice).slices()]
+            yield tensor_slice, partial(self._load_part, name, tensor_slice, region)
+
+    def _load_part(self, name: str, tensor_slice: TensorSlice, region: FileRegion) -> Tensor:
+        held, info = self._load(region), TensorInfo(self.tensors[name].dtype, tensor_slice.shape)
+        if not isinstance(held, Tensor) or TensorInfo(held.dtype, tuple(held.shape)) != info:
+            raise ValueError(
+                f"{self.path / region.file}: byte {region.start:,} does not start a part of {name[:120]} of shape "
+                f"{info.shape} and {info.dtype}"
+            )
+        return held
 
     def _load(self, region: FileRegion) -> Any:
         return load_torch_file(self.path / region.file, region.start, region.length)
@@ -284,13 +285,11 @@ class DcpCheckpoint(BaseCheckpoint):
     def object(self, name: str) -> Any:
         return self._load(self.objects[name])
 
-    def lazy_tensor(self, name: str, row: int | None = None) -> LazyTensor:
-        """Return the tensor `name`, or its slice at index `row` of the first dimension."""
-        dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
-        if row is None:
-            return LazyTensor(self.tensors[name], lambda: self.read(name))
-        one = (row,) + (0,) * (len(shape) - 1), (1, *shape[1:])
-        return LazyTensor(TensorInfo(dtype, shape[1:]), lambda: self.read(name, *one)[0])
+    def lazy_row(self, name: str, row: int) -> LazyTensor:
+        """Return the slice at index `row` of the first dimension of the tensor `name`."""
+        dtype, (_, *shape) = self.tensors[name]
+        part = (row, *(0 for _ in shape)), (1, *shape)
+        return LazyTensor(TensorInfo(dtype, tuple(shape)), lambda: self.read(name, *part)[0])
 
 
 def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, SavedSlices], dict[str, FileRegion]]:
@@ -300,19 +299,17 @@ def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Save
     parts: dict[str, SavedSlices] = {}
     objects: dict[str, FileRegion] = {}
     with file_errors(path), without_garbage_collection():  # Garbage collection would take a third of the time.
-        with open(path, "rb") as stream:
-            data = stream.read(MAX_METADATA_BYTES + 1)
-        require(len(data) <= MAX_METADATA_BYTES, f"is larger than {MAX_METADATA_BYTES:,} bytes")
+        data = read_file(path, MAX_METADATA_BYTES)
         top = read_pickle(data, names=ALLOWED_DCP_NAMES, values=TORCH_DTYPES)[0].attributes()
         regions = _regions(top["storage_data"])
         for name, entry in top["state_dict_metadata"].items():
             if entry.name == "torch.distributed.checkpoint.metadata.BytesStorageMetadata":
-                objects[_string(name)] = regions[name, None]
+                objects[name] = regions[name, None]
                 continue
             values = entry.attributes()
-            infos[_string(name)] = TensorInfo(values["properties"].state[0], _torch_size(values["size"]))
+            infos[name] = TensorInfo(values["properties"].state[0], _sizes(*values["size"].args))
             found = [
-                TensorSlice(_torch_size(chunk["offsets"]), _torch_size(chunk["sizes"]))
+                TensorSlice(_sizes(*chunk["offsets"].args), _sizes(*chunk["sizes"].args))
                 for chunk in map(PickledObject.attributes, values["chunks"])
             ]
             parts[name] = [
@@ -331,33 +328,22 @@ def _regions(entries: Mapping[PickledObject, PickledObject]) -> dict[tuple[str, 
             "its files are compressed, or changed by another extension of torch's writer, which is not supported",
         )
         region = FileRegion(values["relative_path"], *_sizes((values["offset"], values["length"])))
-        if type(region.file) is not str or not FILE.fullmatch(region.file):
-            raise ValueError(f"names the file {str(region.file)[:80]!r}, which is not one of its folder")
-        offset = key.get("offset")
-        regions[_string(key["fqn"]), None if offset is None else _torch_size(offset)] = region
-    require(len(regions) == len(entries), "names a slice twice")
+        is_inside = FILE.fullmatch(region.file) is not None
+        require(is_inside, f"names the file {region.file[:80]!r}, which is not one of its folder")
+        name, offset = key["fqn"], key.get("offset")
+        require(type(name) is str, "a name is not a string")  # The hash of a nested tuple can take years.
+        regions[name, offset and _sizes(*offset.args)] = region
     return regions
 
 
-def _string(value: Any) -> str:
-    if type(value) is not str or len(value) > 1000:
-        raise ValueError("a name is not a string, or too long")
-    return value
-
-
-def _torch_size(value: Any) -> tuple[int, ...]:
-    """Convert a pickled torch.Size to a tuple."""
-    require(value.name == "torch.Size" and len(value.args) == 1, "a shape is not a torch.Size")
-    return _sizes(value.args[0])
-
-
 def _sizes(values: Any) -> tuple[int, ...]:
-    if type(values) is not tuple or len(values) > 8 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in values):
-        raise ValueError("a shape or an offset has an invalid number")
-    return values
+    """Return the argument of a pickled torch.Size."""
+    is_known = type(values) is tuple and len(values) <= 8 and all(type(n) is int and 0 <= n < 1 << 48 for n in values)
+    require(is_known, "a shape or an offset has an invalid number")
+    return values  # type: ignore[no-any-return]
 
 
-def save_dcp(folder: Path, state: Mapping[str, Any]) -> None:
+def save_dcp(folder: Path, state: Entries) -> None:
     """Write `state`, global tensors and objects by name, into the existing folder `folder` with torch's DCP writer."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save

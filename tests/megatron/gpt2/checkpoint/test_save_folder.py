@@ -6,11 +6,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import math
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
-from data_utils.files import atomic_write, fsync_path
+from data_utils.files import fsync_path
 from megatron.gpt2.checkpoint import lease, writer
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
@@ -33,7 +31,6 @@ from megatron.gpt2.checkpoint.save_folder import (
     FolderInUse,
     Gather,
     find_checkpoint,
-    make_save_folder,
     saved_best_loss,
 )
 from megatron.gpt2.checkpoint.saver import Saver
@@ -49,7 +46,6 @@ from tests.megatron.gpt2.checkpoint.saved_states import (
     find,
     save,
 )
-from tests.megatron.gpt2.dist.started_ranks import StartedRank
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
 from tests.test_command_line import FLAGS
 
@@ -88,17 +84,6 @@ def test_falls_back_to_the_newest_valid_one(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "iter_0000100.old-1")
     with pytest.raises(ValueError, match="holds no valid checkpoint: .*iter_0000300.*damaged.*--load"):
         find(tmp_path)
-
-
-def test_tracker_that_names_a_missing_iteration(tmp_path: Path) -> None:
-    (tmp_path / LATEST_FILE).write_text("700")
-    with pytest.raises(ValueError, match=f"iter_0000700: missing, but {LATEST_FILE} names it"):
-        find(tmp_path)
-    save(tmp_path, 100)
-    (tmp_path / LATEST_FILE).write_text("700")
-    iteration, logged = find(tmp_path)
-    assert iteration == 100
-    assert "iter_0000700: missing" in logged
 
 
 class ThreadRanks:
@@ -366,56 +351,6 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     assert not list(save.glob("iter_*"))
 
 
-def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    write_text(tmp_path)
-    save, mine, folder = tmp_path / "save", tmp_path / "mine", tmp_path / "folder"
-    mine.write_text("mine")
-    folder.mkdir()
-    files = [
-        "lease_0000000001",
-        "history.jsonl",
-        "metrics.jsonl",
-        f"{LATEST_FILE}.tmp",
-        "incidents/launcher.jsonl",
-        "best/tokenizer/x",
-    ]
-    for name in (*files, "incidents", "best", "best/tokenizer"):
-        shutil.rmtree(save, ignore_errors=True)
-        (save / name).parent.mkdir(parents=True)
-        (save / name).symlink_to(mine if name in files else folder)
-        assert train(tmp_path, "--keep-best") == 2
-        assert capsys.readouterr().err == (
-            f"error: --save {save}: {save}/{name} is a symbolic link to {mine if name in files else folder}, where the "
-            "run writes: remove it, or give another --save\n"
-        )
-        if name in files[:3]:
-            (save / name).unlink()
-            os.mkfifo(save / name)
-            assert train(tmp_path) == 2
-            assert f"{save}/{name} is a pipe or a device, where the run writes: remove it" in capsys.readouterr().err
-        assert not list(folder.iterdir())
-        (save / name).unlink()
-    (save / "new").symlink_to(mine)
-    with atomic_write(save / "lock", save / "new"):
-        pass
-    assert mine.read_text() == "mine" and (save / "lock").read_bytes() == b"" and not (save / "lock").is_symlink()
-    make_save_folder(save)
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    for name, problem in (
-        ("file", "is not a folder; make that folder, or give another --save"),
-        ("link", "is not a folder: it links to nowhere; make that folder, or give another --save"),
-        ("file/in", "cannot be written: Not a directory"),
-    ):
-        with pytest.raises(ValueError, match=f"^--save {tmp_path}/{name} {problem}$|{name}: {problem}$"):
-            make_save_folder(tmp_path / name)
-
-
 def no_locks(*args: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
@@ -498,47 +433,3 @@ def test_an_owner_that_stops_inside_a_commit(
     assert found.metadata["owner"] == id(owners[1]) and found.iteration == iteration
     assert (tmp_path / LATEST_FILE).read_text() == f"{iteration}\n" and not list(tmp_path.glob(f"{LATEST_FILE}.tmp*"))
     owners[1].release()
-
-
-def wait_until(condition: Callable[[], object], rank: StartedRank) -> None:
-    end = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < end and rank.process.is_alive(), rank.output.read_text()
-        time.sleep(0.02)
-
-
-def test_the_other_half_of_a_partition_ends(tmp_path: Path) -> None:
-    """The first run is suspended and later continues, like a machine that lost the network for a time. It must not save
-    or write records any more."""
-    write_text(tmp_path)
-    save_folder = tmp_path / "save"
-
-    def start_run(words: str) -> StartedRank:
-        flags = f"--save {save_folder} --save-interval 2 --exit-interval 100000 {words}"
-        return StartedRank(tmp_path, flags.split(), {}, before=hurry)
-
-    def records() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (save_folder / "metrics.jsonl").read_text().splitlines()]
-
-    first = start_run("--train-iters 100000")
-    wait_until(lambda: (save_folder / "iter_0000002").exists(), first)
-    code, output = start_run("--train-iters 8").end()
-    assert code == 2 and output.splitlines()[-1].startswith(f"error: --save {save_folder} is in use by process "), (
-        output
-    )
-    os.kill(first.process.pid, signal.SIGSTOP)
-    code, output = start_run("--train-iters 100000 --exit-interval 30").end()
-    assert code == 0, output
-    before = (
-        sorted(path.name for path in save_folder.glob("iter_*")),
-        (save_folder / LATEST_FILE).read_text(),
-        records(),
-    )
-    os.kill(first.process.pid, signal.SIGCONT)
-    code, output = first.end()
-    assert code == 1, output
-    assert output.splitlines()[-1].startswith(f"stopped: --save {save_folder} now belongs to "), output
-    after = sorted(path.name for path in save_folder.glob("iter_*")), (save_folder / LATEST_FILE).read_text(), records()
-    assert after == before
-    iterations = [record["iteration"] for record in records() if "split" not in record]
-    assert iterations == list(range(1, len(iterations) + 1))

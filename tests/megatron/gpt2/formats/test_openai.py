@@ -139,7 +139,7 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path):
     save_file({**state, "v_head.weight": torch.ones(1)}, file)
     source = open_checkpoint(tmp_path)
     assert same(source, random_weights()), "not tied, but the same"
-    assert source.left_out == ("1 other tensors, v_head.weight among them",)
+    assert source.left_out == ["1 other tensors, v_head.weight among them"]
     state["lm_head.weight"][5, 5] += 1e-3
     save_file(state, file)
     assert_refused(tmp_path, "lm_head.weight")
@@ -188,7 +188,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     """Convert nanoGPT's file to a native checkpoint and back: weights, Adam's state and its numbering stay equal."""
     written, _ = nanogpt_checkpoint(prefix="")
     torch.save(written, tmp_path / "ckpt.pt")
-    native = write_native(open_checkpoint(tmp_path), tmp_path / "native", tp_size=2, tokenizer=None, log=print)
+    native = write_native(open_checkpoint(tmp_path), tmp_path / "native", tp_size=2)
     vocabulary = [chr(33 + number) for number in range(101)]
     out = write_nanogpt(open_checkpoint(native), tmp_path / "out", tokenizer=CharacterTokenizer(vocabulary))
     back = torch.load(out / "ckpt.pt", weights_only=True)
@@ -400,12 +400,12 @@ def test_the_heads_are_asked_for_and_the_vocabulary_is_cut(fsdp: Path):
 @pytest.mark.parametrize(
     "name, problem",
     {
-        "model.layers.0.self_attn.q_proj.weight": "of Llama or a similar model, and this program reads only GPT-2",
-        "layers.0.attention.wq.weight": "a name of Llama or a similar model",
-        "gpt_neox.layers.0.attention.dense.weight": "a name of GPT-NeoX",
-        "bert.encoder.layer.0.x": "a name of BERT",
-        "encoder.block.0.layer.0": "a name of T5",
-        "something": "is not a GPT-2: holds something, and 0 tensors with names that end in wte.weight",
+        "model.layers.0.self_attn.q_proj.weight": "is not a GPT-2, but Llama or a similar model: holds model.layers.0",
+        "layers.0.attention.wq.weight": "but Llama or a similar model",
+        "gpt_neox.layers.0.attention.dense.weight": "but GPT-NeoX",
+        "bert.encoder.layer.0.x": "but BERT",
+        "encoder.block.0.layer.0": "but T5",
+        "something": "but another model: holds something, and 0 tensors with names that end in wte.weight",
     }.items(),
 )
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, name: str, problem: str):
@@ -428,4 +428,4 @@ def test_other_tensors_than_those_of_the_model(tmp_path: Path):
     assert_refused(write("less", less), "holds no h.1.mlp.c_fc.bias", num_attention_heads=4)
     ema = {f"ema.{name}": value for name, value in state.items() if name.startswith("transformer.ln_f")}
     left_out = opened(write("ema", state | ema)).left_out
-    assert left_out == ("2 other tensors, ema.transformer.ln_f.weight among them",)
+    assert left_out == ["2 other tensors, ema.transformer.ln_f.weight among them"]

@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from data_utils import Tokenizer, build_tokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT
-from megatron.gpt2.formats import BaseCheckpoint, huggingface, open_checkpoint
+from megatron.gpt2.formats import BaseCheckpoint, open_checkpoint
 from megatron.gpt2.formats.compare import compare_logits, compare_tensors, compute_logits
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
@@ -85,18 +86,10 @@ def test_huggingface_computes_the_same_and_comes_back(
     config = json.loads((out / "config.json").read_text())
     assert config["n_ctx"] == config["n_positions"], "llama.cpp's converter reads n_ctx"
     assert_same_ids(builtin, out)
-    write_native(back, tmp_path / "ours", tp_size=2, tokenizer=builtin, log=silent)
+    write_native(back, tmp_path / "ours", tp_size=2, tokenizer=builtin)
     assert compare_tensors(back, open_checkpoint(tmp_path / "ours", log=silent)).equal
     card = (out / "README.md").read_text()
-    assert "iteration                3" in card and "AutoTokenizer" in card and str(tmp_path) not in card
-
-
-def test_a_large_export_comes_in_parts(source: BaseCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", 300_000)
-    out = write_huggingface(source, tmp_path / "hf", log=silent)
-    assert len(list(out.glob("model-*.safetensors"))) > 2
-    assert compare_tensors(source, open_checkpoint(out, log=silent)).equal
-    assert_transformers_agrees(source, out)
+    assert re.search(r"^iteration +3$", card, re.MULTILINE) and "AutoTokenizer" in card and str(tmp_path) not in card
 
 
 @genuine
@@ -123,7 +116,7 @@ def test_what_is_not_finished_is_not_there(
         monkeypatch.setattr(source, method, fails, raising=False)
     with pytest.raises(OSError, match="disk is gone"):
         if write == "native":
-            write_native(source, tmp_path / "out", tp_size=2, tokenizer=builtin, log=silent)
+            write_native(source, tmp_path / "out", tp_size=2, tokenizer=builtin)
         elif write == "huggingface":
             write_huggingface(source, tmp_path / "out", log=silent)
         else:
@@ -135,9 +128,9 @@ def test_nothing_is_overwritten_and_sizes_must_fit(source: BaseCheckpoint, tmp_p
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(ValueError, match="not empty"):
-        write_native(source, tmp_path / "mine", tp_size=1, log=silent)
+        write_native(source, tmp_path / "mine", tp_size=1)
     with pytest.raises(ValueError, match="--num-attention-heads 4 is not divisible"):
-        write_native(source, tmp_path / "out", tp_size=3, log=silent)
+        write_native(source, tmp_path / "out", tp_size=3)
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 3 does not divide"):
         write_megatron(source, tmp_path / "out", "megatron-core", MegatronLayout(3), log=silent)
     assert native_metadata(source, 2, None)["config"]["parallel"]["tensor_model_parallel_size"] == 2
