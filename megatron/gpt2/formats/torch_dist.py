@@ -19,6 +19,7 @@ distributed optimizer loads in every layout, and torch's DCP writer writes them.
 from temporary files, so that only one layer must be in memory.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -244,11 +245,11 @@ def _bucket_states(
         for number, chunk in enumerate(stage_chunks)
     }
     require(chunks.keys() == buffers.keys(), problem)
-    specs, problem = model_partition_specs(model, tp_size), ""
+    specs = model_partition_specs(model, tp_size)
     shapes = {name: spec.local_shape(tp_size) for name, spec in specs.items()}
     shapes[EMBEDDINGS_FOR_HEAD] = shapes[TIED_WEIGHT]
     for order in MODULE_ORDERS:
-        try:
+        with contextlib.suppress(ValueError):
             ranks = [
                 (f"rank {rank}", _rank_state(folder, buffers[rank, number], _in_module_order(chunk, order), shapes))
                 for (rank, number), chunk in chunks.items()
@@ -256,9 +257,7 @@ def _bucket_states(
             states = merge_ranks(ranks, specs, tp_size)
             check_masters(weights, states["master"])
             return states
-        except ValueError as error:
-            problem = problem or str(error)
-    raise ValueError(problem)
+    raise ValueError("its parameters have no known order of modules, or a master, rounded, is not the weight")
 
 
 def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:

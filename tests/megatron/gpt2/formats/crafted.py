@@ -139,23 +139,15 @@ IN_BOTH = {  # The containers are zip and legacy.
 STREAMS = IN_BOTH | {
     "a dictionary's key nested deeply": b"}" + b")" + b"\x85" * DEEP + b"Ns",
     "a class's key that takes years to hash": b"}" + SIZE + DOUBLED + b"\x85R\x94h\xffNs",
-    "a string of 2**60 bytes": b"\x8d" + HUGE + b"abc",
     "a bytearray of 2**60 bytes": b"\x96" + HUGE,
-    "a frame of 2**60 bytes": b"\x95" + HUGE,
-    "a number of 2**31 bytes": b"\x8b" + struct.pack("<I", 2**31 - 1),
     "a string that is no UTF-8": b"X" + struct.pack("<I", 2) + b"\xff\xfe",
-    "a set": b"\x8f",
     "an empty stack": b"a",
     "nothing to keep": b"\x94",
     "nothing that was kept": b"h\x07",
-    "nothing that was kept, far": b"j\xff\xff\xff\xff",
     "kept under a large number": b"Nr\xff\xff\xff\x7f",
     "no mark": b"t",
     "an unknown instruction": b"\xff",
-    "an extension": b"\x82\x01",
     "keyword arguments": SIZE + b")}\x92",
-    "an instance of protocol 0": b"(cos\nsystem\no",
-    "an instance by a line": b"(S'touch x'\nios\nsystem\n",
     "a global without an end": b"c" + b"a" * 1000,
     "a name of numbers": b"K\x01K\x02\x93",
     "a name of long strings": (b"X" + struct.pack("<I", 10**6) + b"a" * 10**6) * 2 + b"\x93",
@@ -165,23 +157,18 @@ STREAMS = IN_BOTH | {
     "an odd number of items": b"}(" + text("a") * 3 + b"u",
     "a list as a key": b"}]Ns",
     "a call of a number": b"K\x01)R",
-    "a call of a dictionary": b"}\x94h\x00)R",
     "a call of a tensor": tensor(storage()) + b")R",
     "a name too often": SIZE * 600_000,
     "too many names": b"".join(named(f"numpy.dtypes.N{i}DType") for i in range(100_000)),
-    "endless memo": b"]" + b"r\0\0\0\0" * 300_000 + b"h\x09",
     "copies of a long list": b"](" + b"N" * 50_000 + b"eq\x00" + (b"cbuiltins\nset\nh\x00\x85R") * 50_000 + b"a",
-    "a storage of a tuple": tensor(b"(" + text("storage") + b")" + text("0") + text("cpu") + b"K\x04tQ"),
     "a storage of an unknown type": tensor(storage("Quint8")),
     "a storage that is missing": tensor(storage(key=text("7"))),
-    "a negative storage": tensor(storage(numel=b"J\xff\xff\xff\xff")),
     "a storage larger than its record": tensor(storage(numel=b"K\x05")),
     "a storage of a fraction": tensor(storage(numel=b"G@\x10\0\0\0\0\0\0")),
     "a tensor before its storage": tensor(storage(), offset=b"J\xfe\xff\xff\xff"),
     "a tensor of 2**45 elements": tensor(storage(), shape=LONG + b"\x85", stride=b"K\x00\x85"),
     "a tensor of many equal elements": tensor(storage(), shape=b"K\xff\x85", stride=b"K\x00\x85"),
     "a tensor of negative stride": tensor(storage(), stride=b"J\xff\xff\xff\xff\x85"),
-    "a tensor of negative size": tensor(storage(), shape=b"J\xff\xff\xff\xff\x85"),
     "a tensor of a thousand dimensions": tensor(storage(), b"K\0", *(b"(" + b"K\x01" * 1000 + b"t",) * 2),
     "a tensor of no storage": tensor(b"N"),
     "a tensor with too few arguments": named("torch._utils._rebuild_tensor_v2") + b"(" + storage() + b"tR",
@@ -367,10 +354,8 @@ def a_tracker_that_leads_out(folder: Path) -> None:
 TOPS: dict[str, Callable[[dict[str, Any]], object]] = {
     "no model": lambda top: top.pop("model"),
     "a model that is a list": lambda top: top.update(model=[1]),
-    "an iteration in words": lambda top: top.update(iteration="seven"),
     "a negative iteration": lambda top: top.update(iteration=-1),
     "an unknown version": lambda top: top.update(checkpoint_version=9),
-    "a version that is a list": lambda top: top.update(checkpoint_version=[3]),
     "no layers": lambda top: top["model"]["language_model"].update(encoder={}),
     "a model of a million names": lambda top: top.update(model={"language_model": fan(16, 5)}),
     "a layer that is missing": without_a_layer,
@@ -388,8 +373,7 @@ FILES |= {function.__name__: function for function in (ranks_up_to_999, a_tracke
 # --- .metadata: streams of instructions, and genuine ones in which one thing was changed
 
 # Functions with side effects. The cases are the ways in which a pickle calls them.
-ACTING = """os.system posix.system subprocess.check_call builtins.eval builtins.open builtins.__import__
-    builtins.getattr builtins.bytearray shutil.rmtree pathlib.Path.touch pathlib.Path torch.load torch.save
+ACTING = """os.system subprocess.check_call builtins.eval builtins.getattr builtins.bytearray pathlib.Path.touch torch.load
     functools.partial numpy.save torch.distributed.checkpoint.metadata.os.system
     torch.distributed.checkpoint.metadata.Metadata.__init__ torch.serialization._get_layout.x""".split()
 ARGS = b"(" + text(TOUCH) + b"t"
@@ -404,16 +388,11 @@ CALLS = WAYS | {f"{thing} called": named(thing) + ARGS + b"R" for thing in ACTIN
 FILES |= {f"zip: {name}": partial(zip_of, stream) for name, stream in CALLS.items()}
 META_STREAMS = CALLS | {
     "pickle of megatron": named("megatron.core.dist_checkpointing.strategies.torch.pickle") + ARGS + b"R",
-    "_codecs.encode": named("_codecs.encode") + ARGS + b"R",
-    "torch.FloatStorage": named("torch.FloatStorage") + ARGS + b"R",
     "a tensor": named("torch._utils._rebuild_tensor_v2") + ARGS + b"R",
-    "argparse.Namespace": named("argparse.Namespace") + ARGS + b"R",
     "a number": b"K\x07",
     "a tuple as a key": b"})Ns",
-    "a persistent id": b"K\x01Q",
     "too many lists": b"]" * 3_000_000,
     "too many states": SIZE + b"\x94" + b"h\x00)\x81}K\x01K\x01sb" * 300_000,
-    "too much kept": b"N" + b"\x94" * 3_000_000,
     "too many strings": b"\x8c\x08abcdefgh" * 800_000,
     "a long list in many": b"](" + b"N" * 50_000 + b"e\x94" + (SIZE + b"h\x00\x85R") * 50_000,
     "an index without a name": b"}" + INDEX + b")\x81Ns",
@@ -474,11 +453,9 @@ CHANGES: dict[str, Change] = {
     "no slice": lambda held, index, entry: entry.chunks.clear(),
     "a slice that lies nowhere": lambda held, index, entry: held.storage_data.pop(index),
     "an object that lies nowhere": lambda held, index, entry: held.state_dict_metadata.update(x=BytesStorageMetadata()),
-    "an object in the place of a tensor": tensors(**{WORD_EMBEDDINGS: BytesStorageMetadata()}),
     "a name that is none": lambda held, index, entry: held.state_dict_metadata.update({7: entry}),
     "a long name": tensors(**{"a" * 100_000: None}),
     "a number for a tensor": tensors(**{WORD_EMBEDDINGS: 7}),
-    "a number for a place": lambda held, index, entry: held.storage_data.update({index: 7}),
     "a name for an index": lambda held, index, entry: held.storage_data.update(
         {WORD_EMBEDDINGS: held.storage_data.pop(index)}
     ),

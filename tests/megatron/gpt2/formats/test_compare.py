@@ -47,10 +47,6 @@ def test_one_element():
     assert len(lines) == 1 + len(changed)
     (line,) = [line for line in lines if NAME in line]
     assert line.split() == [NAME, "48", "x", "80", f"{row.max_difference:.3g}"]
-    assert (
-        len({line.index("difference") + len("difference") if "difference" in line else len(line) for line in lines})
-        == 1
-    ), "columns are aligned"
 
 
 @pytest.mark.parametrize(
@@ -71,13 +67,13 @@ def test_what_is_no_number(a: list[float], b: list[float], expected: float):
         assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 
-def test_nan_in_one_alone_is_no_equality_even_before_greater_differences():
+def test_a_nan_in_one_is_a_difference():
     x, y = torch.zeros(2, CHUNK), torch.zeros(2, CHUNK)
     y[0, 5], y[1, 5] = NAN, 7
     assert math.isnan(max_abs_difference(x, y))
-    a, b = weights(), weights()
+    b = weights()
     b[NAME] = b[NAME] * NAN
-    found = compare_tensors(source(a), source(b))
+    found = compare_tensors(source(weights()), source(b))
     assert not found.equal and [row.note for row in found.rows if row.name == NAME] == ["NaN in only one"]
     assert compare_tensors(source(b), source(b)).equal and math.isnan(compare_logits(source(b), source(b)))
 
@@ -93,9 +89,6 @@ def test_missing_and_of_another_shape():
         (NAME, (), None, "only in the first"),
     ]
     assert any("different shape" in line and "90 x 48" in line for line in format_difference(found))
-    assert any(row.note == "only in the second" for row in compare_tensors(source(b), source(a)).rows)
-    del a[NAME]
-    assert not compare_tensors(source(a), source(b)).equal  # The shapes differ.
 
 
 def test_kinds_that_one_alone_has_are_said():
@@ -104,11 +97,6 @@ def test_kinds_that_one_alone_has_are_said():
     found = compare_tensors(source(a), source(b))
     assert found.equal and found.not_compared == ["master"] and len(found.rows) == len(b)
     assert "not compared: master" in format_difference(found)[-1]
-    b |= {name.replace("model.", "master."): x for name, x in b.items() if name != NAME}
-    found = compare_tensors(source(a), source(b))
-    assert not found.equal and [row.name for row in found.rows if row.note == "only in the first"] == [
-        NAME.replace("model.", "master.")
-    ]
 
 
 def test_check_runs_both_models():

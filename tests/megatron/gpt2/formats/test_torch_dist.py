@@ -9,7 +9,6 @@ checkpoint holds the same model of two layers after a step of Adam. `expected.np
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -123,25 +122,21 @@ NORMS = [f"transformer.layers.1.{one}_layernorm.bias" for one in ("input", "post
 
 
 @pytest.mark.parametrize(
-    "order, exchanged, problem",
+    "order, exchanged, known",
     [
-        *((order, {}, "") for order in MODULE_ORDERS),
-        (MODULE_ORDERS[0][::-1], {}, "does not fit into bucket 0"),
-        (
-            MODULE_ORDERS[0],
-            dict(zip(NORMS, NORMS[::-1], strict=True)),
-            "the master of .*layernorm.bias, rounded, is not",
-        ),
+        *((order, {}, True) for order in MODULE_ORDERS),
+        (MODULE_ORDERS[0][::-1], {}, False),
+        (MODULE_ORDERS[0], dict(zip(NORMS, NORMS[::-1], strict=True)), False),
     ],
 )
 def test_flat_buckets_in_another_order_than_that_of_the_modules_are_left_out_in_one_line(
-    folders: dict[str, Path], tmp_path: Path, order: tuple[str, ...], exchanged: dict[str, str], problem: str
+    folders: dict[str, Path], tmp_path: Path, order: tuple[str, ...], exchanged: dict[str, str], known: bool
 ):
     source = opened(flat_buckets(folders["dp_reshardable_dp2-0.16.1"] / ITERATION, tmp_path, order, exchanged))
     lines = [line for line in source.left_out if "dp_reshardable" in line]
-    if problem:
+    if not known:
         assert {name.partition(".")[0] for name in source.tensors} == {"model"}
-        assert len(lines) == 1 and "--dist-ckpt-optim-fully-reshardable" in lines[0] and re.search(problem, lines[0])
+        assert len(lines) == 1 and "--dist-ckpt-optim-fully-reshardable" in lines[0]
         return
     for kind in KINDS[1:]:
         for parameter, value in expected(kind).items():
