@@ -373,8 +373,8 @@ FILES |= {function.__name__: function for function in (ranks_up_to_999, a_tracke
 # --- .metadata: streams of instructions, and genuine ones in which one thing was changed
 
 # Functions with side effects. The cases are the ways in which a pickle calls them.
-ACTING = """os.system subprocess.check_call builtins.eval builtins.getattr builtins.bytearray pathlib.Path.touch torch.load
-    functools.partial numpy.save torch.distributed.checkpoint.metadata.os.system
+ACTING = """os.system subprocess.check_call builtins.eval builtins.getattr builtins.bytearray pathlib.Path.touch
+    torch.load functools.partial numpy.save torch.distributed.checkpoint.metadata.os.system
     torch.distributed.checkpoint.metadata.Metadata.__init__ torch.serialization._get_layout.x""".split()
 ARGS = b"(" + text(TOUCH) + b"t"
 WAYS = {
