@@ -6,9 +6,8 @@
 
 Both save and load the same tensors of one rank: weights in bf16, masters and both moments in fp32, 14 bytes per
 parameter. A save writes to a new folder, after the earlier one was deleted and synced, and ends when its bytes are on
-the disk (both call fsync). A load fills existing tensors, with the files in the page cache (warm) or dropped from it
-(cold). CPU seconds are those of all threads of the process. Arms alternate in mirrored order (A B B A), after one
-untimed save of each.
+the disk (both call fsync). A load fills existing tensors, with the files in the page cache. CPU seconds are those of
+all threads of the process. Arms alternate in mirrored order (A B B A), after one untimed save of each.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ KINDS = {"model": torch.bfloat16, "master": torch.float32, "exp_avg": torch.floa
 # Each pair has our value and DCP's value.
 RATIOS = {
     "save": ("ours: save", "DCP: save"),
-    "load, hashed": ("ours: load, warm", "DCP: load, warm"),
-    "load --no-verify": ("ours: load --no-verify, warm", "DCP: load, warm"),
+    "load, hashed": ("ours: load", "DCP: load"),
+    "load --no-verify": ("ours: load --no-verify", "DCP: load"),
 }
 
 
@@ -127,17 +126,6 @@ def timed(work: Callable[[], object]) -> dict[str, float]:
     return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 
-def set_page_cache(folder: Path, warm: bool) -> None:
-    """Read the folder's files into the page cache, or drop them from it."""
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb", buffering=0) as stream:
-            if warm:
-                while stream.read(1 << 22):
-                    pass
-            else:
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def time_blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """Time --async-save: how long a save blocks training, and when it is committed."""
     saver = Saver(folder=scratch / "async", start_id="a", asynchronous=True, keep_last=1, log=lambda line: None)
@@ -164,10 +152,9 @@ def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
         os.sync()
         return timed(lambda: SAVES[name](state, folder_of(scratch, name), smoke))
 
-    def load(name: str, warm: bool) -> dict[str, float]:
+    def load(name: str) -> dict[str, float]:
         for tensor in target.values():
             tensor.zero_()
-        set_page_cache(folder_of(scratch, name), warm)
         visit = timed(lambda: LOADS[name](target, folder_of(scratch, name), smoke))
         assert all(torch.equal(tensor, target[key]) for key, tensor in state.items()), name
         return visit
@@ -177,9 +164,7 @@ def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
     visits = harness.alternate(saves, 2 * rounds)
     visits["ours: save --async-save, blocked"] = time_blocked(state, scratch, smoke, 2 * rounds)
     os.sync()
-    for warm in (True, False):
-        loads = {f"{name}, {'warm' if warm else 'cold'}": functools.partial(load, name, warm) for name in LOADS}
-        visits |= harness.alternate(loads, 2 * rounds)
+    visits |= harness.alternate({name: functools.partial(load, name) for name in LOADS}, 2 * rounds)
     return {"gigabytes": sum(tensor.nbytes for tensor in state.values()) / 1e9, "visits": visits}
 
 

@@ -25,7 +25,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +37,16 @@ from benchmarks import harness
 BROKEN = 3  # exit code after an error that made the CUDA context unusable
 
 
-@dataclass(frozen=True)
-class StageBudget:
-    """The seconds of a stage.
-
-    limit: its timeout.
-    least: the stage is skipped if less time is left.
-    environment: variables of its process.
-    """
-
-    limit: float
-    least: float
-    environment: dict[str, str] = field(default_factory=dict)
-
-
 STAGES = {
-    "machine": StageBudget(45, 10),
-    "expandable": StageBudget(15, 10, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-    "modes": StageBudget(60, 30),
-    "tests": StageBudget(45, 20),
-    "steps": StageBudget(200, 60),
-    "kernels": StageBudget(90, 40),
-    "tables": StageBudget(60, 20),
-}
-BUDGET = sum(stage.limit for stage in STAGES.values())
+    "machine": 45,
+    "expandable": 15,
+    "modes": 60,
+    "tests": 45,
+    "steps": 200,
+    "kernels": 90,
+    "tables": 60,
+}  # seconds
+ENVIRONMENT = {"expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 
 
 class CudaContextError(Exception):
@@ -132,8 +117,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--stages", metavar="NAME,NAME", default=",".join(STAGES), help="only these")
     parser.add_argument("--again", action="store_true", help="measure recorded cases again")
-    budget = f"seconds for the whole call; stages that do not fit are skipped (default: {BUDGET:.0f})"
-    parser.add_argument("--budget", type=float, metavar="S", default=BUDGET, help=budget)
     expected = "compute the losses of `modes` on the CPU in fp32, with which a GPU's are compared"
     parser.add_argument("--expected-losses", action="store_true", help=expected)
     # The program sets these flags itself when it starts the process of a stage.
@@ -161,21 +144,17 @@ def is_done(path: Path, name: str) -> bool:
     return bool(stage.get("complete")) and not any("failed" in case for case in stage["cases"].values())
 
 
-def run_stages(path: Path, stages: list[str], budget: float, start: Callable[[str, float], int | None]) -> None:
+def run_stages(path: Path, stages: list[str], start: Callable[[str, float], int | None]) -> None:
     """Run the stages in order. start(name, limit in seconds): returns an exit code, or None after a timeout."""
-    end = time.monotonic() + budget
     for name in stages:
-        stage, stage_end = STAGES[name], min(end, time.monotonic() + STAGES[name].limit)
+        end = time.monotonic() + STAGES[name]
         if is_done(path, name):
             print(f"{name}: already measured", flush=True)
             continue
-        if (left := stage_end - time.monotonic()) < stage.least:
-            print(f"{name}: NOT RUN: only {left:.0f} s are left; the same command continues here", flush=True)
-            continue
-        while (code := start(name, stage_end - time.monotonic())) == BROKEN and time.monotonic() < stage_end:
+        while (code := start(name, end - time.monotonic())) == BROKEN and time.monotonic() < end:
             print(f"{name}: continues in a new process", flush=True)
         if code is None:
-            print(f"{name}: STOPPED after at most {stage.limit:.0f} s; the same command continues here", flush=True)
+            print(f"{name}: STOPPED after {STAGES[name]} s; the same command continues here", flush=True)
         elif code:
             print(f"{name}: ENDED with exit code {code}", flush=True)
 
@@ -231,10 +210,10 @@ def main(argv: list[str] | None = None) -> int:
         def start(name: str, limit: float) -> int | None:
             words = ["--inside", name, "--output", path.parent, "--scratch", scratch, "--call", call]
             command = [sys.executable, Path(__file__).resolve(), *words, *["--smoke"] * args.smoke]
-            environment = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", **STAGES[name].environment}
+            environment = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", **ENVIRONMENT.get(name, {})}
             return harness.run_limited(command, None, limit, environment=environment)
 
-        run_stages(path, args.stages, args.budget, start)
+        run_stages(path, args.stages, start)
     return summary(path, args.stages)
 
 

@@ -73,7 +73,7 @@ CSV_PRIORS = {
     "one_node": (0.85, 1.1),
 }
 GENERATION_PRIORS = {"product_time": (1, 1.2), "traffic": (1, 1.5)}
-
+V100_PRIORS = {"matmul_flops": (90e12, 1.2), "link": (100e9, 1.3)}
 
 Rows = tuple[Layouts, np.ndarray]  # rows and their measured seconds
 
@@ -180,17 +180,6 @@ def published() -> list[Table]:
     return tables
 
 
-def predict(cluster: Cluster, software: Software, x: Layouts, *, any_micro_batch: bool = False) -> np.ndarray:
-    """Return the modelled seconds of each row."""
-    if not any_micro_batch:
-        return step_seconds(cluster, software, x)
-    tries = []
-    for size in (1, 2, 4, 8):
-        seconds = step_seconds(cluster, software, dataclasses.replace(x, micro_batch=size))
-        tries.append(np.where((x.global_batch / x.data_parallel) % size, np.inf, seconds))
-    return np.min(tries, axis=0)
-
-
 # --- the fit ---------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +203,23 @@ def read_constants() -> Constants:
     return Constants({"a100": a100} | {name: read_cluster(name)[0] for name in ("selene", "v100")}, programs)
 
 
+def csv_table(rows: Rows) -> Table:
+    """Return the rows of the CSV files."""
+    return Table("measured rows", "a100", PROGRAM, rows)
+
+
+def relative_errors(constants: Constants, table: Table) -> np.ndarray:
+    """Return modelled / measured seconds - 1 of each row."""
+    cluster, program, (x, measured) = constants.clusters[table.cluster], constants.programs[table.program], table.rows
+    if not table.any_micro_batch:
+        return step_seconds(cluster, program, x) / measured - 1
+    tries = []
+    for size in (1, 2, 4, 8):
+        seconds = step_seconds(cluster, program, dataclasses.replace(x, micro_batch=size))
+        tries.append(np.where((x.global_batch / x.data_parallel) % size, np.inf, seconds))
+    return np.min(tries, axis=0) / measured - 1
+
+
 def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4) -> Constants:
     """The constants that give the smallest sum of absolute relative errors over rows and tables, near their priors.
 
@@ -221,18 +227,14 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
     from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
     generations = [name for name in base.programs if name not in (PROGRAM, "megatron_2022_selective")]
-    keys: list[tuple[str, str]] = [("cluster", name) for name in PRIORS]
-    keys += [("all", name) for name in SOFTWARE_PRIORS]
-    keys += [(program, name) for program in generations for name in GENERATION_PRIORS]
-    keys += [("v100", "matmul_flops"), ("v100", "link")]
-    keys += [(PROGRAM, name) for name in CSV_PRIORS]
-    every = PRIORS | SOFTWARE_PRIORS | GENERATION_PRIORS | CSV_PRIORS
-    priors = [
-        (90e12, 1.2) if key == ("v100", "matmul_flops") else (100e9, 1.3) if key[0] == "v100" else every[key[1]]
-        for key in keys
-    ]
-    centre = np.log([value for value, _ in priors])
-    spread = np.log([factor for _, factor in priors])
+    owners: dict[str, Mapping[str, tuple[float, float]]] = {
+        "a100": PRIORS,
+        "all": SOFTWARE_PRIORS,
+        **dict.fromkeys(generations, GENERATION_PRIORS),
+    }
+    owners |= {"v100": V100_PRIORS, PROGRAM: CSV_PRIORS}
+    keys = [(owner, name) for owner, priors in owners.items() for name in priors]
+    centre, spread = np.log([owners[owner][name] for owner, name in keys]).T
 
     def constants(point: np.ndarray) -> Constants:
         values = dict(zip(keys, np.exp(point).tolist(), strict=True))
@@ -240,7 +242,7 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
         def group(wanted: str) -> dict[str, Any]:
             return {name: value for (owner, name), value in values.items() if owner == wanted}
 
-        a100 = dataclasses.replace(base.clusters["a100"], **group("cluster"))
+        a100 = dataclasses.replace(base.clusters["a100"], **group("a100"))
         network = {name: getattr(base.clusters["selene"], name) for name in ("network", "network_send")}
         clusters = {"a100": a100, "selene": dataclasses.replace(a100, **network)}
         clusters["v100"] = dataclasses.replace(
@@ -256,16 +258,8 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
 
     def errors(point: np.ndarray) -> np.ndarray:
         made = constants(point)
-        parts = [np.log(predict(made.clusters["a100"], made.programs[PROGRAM], rows[0]) / rows[1])]
-        for table in tables:
-            seconds = predict(
-                made.clusters[table.cluster],
-                made.programs[table.program],
-                table.rows[0],
-                any_micro_batch=table.any_micro_batch,
-            )
-            parts.append(TABLE_WEIGHT * np.log(seconds / table.rows[1]))
-        return np.concatenate(parts)
+        parts = [TABLE_WEIGHT * np.log1p(relative_errors(made, table)) for table in tables]
+        return np.concatenate([np.log1p(relative_errors(made, csv_table(rows))), *parts])
 
     def weighted(point: np.ndarray, weights: np.ndarray) -> np.ndarray:
         return np.concatenate([errors(point) * weights / NOISE, (point - centre) / spread])
@@ -283,12 +277,8 @@ def left_out(base: Constants, rows: Rows, tables: Sequence[Table], parts: Sequen
     found = np.full(len(rows[1]), np.nan)
     for part in parts:
         made = fitted(base, select(rows, ~part), tables)
-        found[part] = relative_errors(made, select(rows, part))
+        found[part] = relative_errors(made, csv_table(select(rows, part)))
     return found
-
-
-def relative_errors(constants: Constants, rows: Rows) -> np.ndarray:
-    return predict(constants.clusters["a100"], constants.programs[PROGRAM], rows[0]) / rows[1] - 1
 
 
 def fit(rows: Rows) -> None:
@@ -307,32 +297,29 @@ def fit(rows: Rows) -> None:
             summary(left_out(base, rows, tables, [part])[part]),
         )
     made = fitted(base, rows, tables)
+    programs = {name: described(program) for name, program in made.programs.items()}
+    shared = {name: programs[PROGRAM][name] for name in SOFTWARE_PRIORS}
+    own = {name: {key: program[key] for key in program if key not in shared} for name, program in programs.items()}
     content = {
-        "software": {"all": rounded({name: getattr(made.programs[PROGRAM], name) for name in SOFTWARE_PRIORS})}
-        | {name: changed(program) for name, program in made.programs.items()},
+        "software": {"all": shared, **own},
         "intervals": {
             name: round(float(np.quantile(np.abs(np.log1p(unseen[part])), INTERVAL)), 4)
             for name, part in (("one_node", one_node), ("many_nodes", ~one_node))
         },
     }
     for name, cluster in made.clusters.items():
-        described = {"cluster": rounded(vars(cluster))} | (content if name == "a100" else {})
-        (ROOT / "clusters" / f"{name}.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        file = {"cluster": described(cluster)} | (content if name == "a100" else {})
+        (ROOT / "clusters" / f"{name}.json").write_text(json.dumps(file, indent=2) + "\n", encoding="utf-8")
 
 
-def rounded(constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers rounded to four digits."""
-    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in constants.items()}
-
-
-def changed(program: Software) -> dict[str, Any]:
-    """Return the fields of a program that differ from their defaults, without those that all programs share."""
-    plain = {field.name: field.default for field in dataclasses.fields(Software)}
-    return {
-        name: value
-        for name, value in rounded(vars(program)).items()
-        if value != plain[name] and name not in SOFTWARE_PRIORS
-    }
+def described(made: Cluster | Software) -> dict[str, Any]:
+    """Return the fields that differ from their defaults. Numbers are rounded to four digits."""
+    found = {}
+    for field in dataclasses.fields(made):
+        value = getattr(made, field.name)
+        if value not in (field.default, {}):
+            found[field.name] = float(f"{value:.4g}") if isinstance(value, float) else value
+    return found
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------
@@ -346,7 +333,7 @@ def compare(rows: Rows, cluster: str) -> dict[str, Any]:
     """Return the errors of the time model on these rows."""
     made, content = read_cluster(cluster)
     x, measured = rows
-    seconds = predict(made, software(content, PROGRAM), x)
+    seconds = step_seconds(made, software(content, PROGRAM), x)
     errors = np.abs(seconds / measured - 1)
     one_node = np.asarray(x.tensor_parallel * x.data_parallel * x.pipeline_parallel <= made.gpus_per_node)
     width = np.where(one_node, content["intervals"]["one_node"], content["intervals"]["many_nodes"])
@@ -391,10 +378,8 @@ def compare_published() -> dict[str, list[dict[str, float]]]:
     """Return the rows of each published table with the model's times, by the table's title."""
     constants, found = read_constants(), {}
     for table in published():
-        x, measured = table.rows
-        cluster, program = constants.clusters[table.cluster], constants.programs[table.program]
-        seconds = predict(cluster, program, x, any_micro_batch=table.any_micro_batch)
-        columns = [x.hidden_size, x.layers, measured, seconds, seconds / measured - 1]
+        (x, measured), errors = table.rows, relative_errors(constants, table)
+        columns = [x.hidden_size, x.layers, measured, measured * (1 + errors), errors]
         names = ("hidden_size", "layers", "measured_s", "modelled_s", "error")
         found[table.title] = [dict(zip(names, row, strict=True)) for row in np.stack(columns, axis=1).tolist()]
     return found

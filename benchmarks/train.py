@@ -66,39 +66,21 @@ Result = dict[str, Any]
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--preset", choices=("cpu", "gpu"), required=True)
-    parser.add_argument("--part", type=int, choices=tuple(PARTS), default=2, help="part of the preset gpu")
-    parser.add_argument(
-        "--nanogpt", metavar="DIR", default="", help="a nanoGPT checkout; without it, nanoGPT is not measured"
-    )
+    add = parser.add_argument
+    add("--preset", choices=("cpu", "gpu"), required=True)
+    add("--part", type=int, choices=tuple(PARTS), default=2, help="part of the preset gpu")
+    add("--nanogpt", metavar="DIR", default="", help="a nanoGPT checkout; without it, nanoGPT is not measured")
     rounds = "repetitions of the mirrored order; 0: each arm once (default: 1; 0 with --preset gpu --smoke)"
-    parser.add_argument("--rounds", type=int, help=rounds)
-    parser.add_argument("--arms", metavar="NAME,NAME", help="only these")
-    parser.add_argument(
-        "--peer", metavar="NAME", help="peer of parts 3 and 4 (default: the fastest in the JSON of part 2)"
-    )
-    parser.add_argument("--steps", type=int, help="timed steps of a visit (default: 5 on a CPU, 30 on a GPU)")
-    parser.add_argument("--micro-batch-size", type=int, metavar="B")
-    gelu = "for ours and Hugging Face; nanoGPT only has erf, so tanh excludes its arms"
-    parser.add_argument("--gelu", choices=("erf", "tanh"), default="erf", help=gelu)
-    parser.add_argument(
-        "--arm-timeout",
-        type=float,
-        metavar="S",
-        help="timeout of one visit (default: 900; on a GPU 150, parts 3 and 4 260)",
-    )
-    budget = "seconds for the whole run; visits that do not fit are skipped (default on a GPU: 500)"
-    parser.add_argument("--budget", type=float, metavar="S", help=budget)
-    again = "with the preset gpu: measure recorded visits again"
-    parser.add_argument("--again", action="store_true", help=again)
+    add("--rounds", type=int, help=rounds)
+    add("--arms", metavar="NAME,NAME", help="only these")
+    add("--again", action="store_true", help="with the preset gpu: measure recorded visits again")
     return harness.parse_args(parser, argv)
 
 
 def make_workload(args: argparse.Namespace, scratch: Path) -> Workload:
     name, b, accumulation = ("124M", 2, 1) if args.preset == "cpu" else PARTS[args.part]
     device = "cpu" if args.preset == "cpu" or args.smoke else "cuda"
-    b = args.micro_batch_size or b
-    workload = Workload(*MODELS[name], 1024, b, accumulation, gelu=args.gelu, device=device, scratch=str(scratch))
+    workload = Workload(*MODELS[name], 1024, b, accumulation, device=device, scratch=str(scratch))
     return workload.small() if args.smoke else workload
 
 
@@ -112,7 +94,7 @@ def select_arms(args: argparse.Namespace) -> list[Arm]:
             kept = [{name: value for name, value in arm.changes.items() if name == "dropout"} for arm in arms]
             arms = [dataclasses.replace(arm, changes=changes) for arm, changes in zip(arms, kept, strict=True)]
     elif gpu and args.part in (3, 4):
-        peer = args.peer or fastest_peer(args.output) or ("nanoGPT compiled" if args.nanogpt else "HF compiled")
+        peer = fastest_peer(args.output) or ("nanoGPT compiled" if args.nanogpt else "HF compiled")
         arms = [arm for arm in arms if arm.name in ("ours compiled", peer)]
         print(f"the peer: {peer}", flush=True)
     if args.arms:
@@ -120,11 +102,8 @@ def select_arms(args: argparse.Namespace) -> list[Arm]:
         if unknown := set(names) - {arm.name for arm in arms}:
             raise SystemExit(f"no such arm: {', '.join(sorted(unknown))}; there are {[arm.name for arm in arms]}")
         arms = [arm for arm in arms if arm.name in names]
-    without = "" if args.nanogpt else "--nanogpt DIR was not given"
-    if args.nanogpt and args.gelu == "tanh":
-        without = "its GELU is erf, not --gelu tanh"
-    if without and any(arm.kind == "nanogpt" for arm in arms):
-        print(f"nanoGPT is NOT measured: {without}", flush=True)
+    if not args.nanogpt and any(arm.kind == "nanogpt" for arm in arms):
+        print("nanoGPT is NOT measured: --nanogpt DIR was not given", flush=True)
         arms = [arm for arm in arms if arm.kind != "nanogpt"]
     return arms
 
@@ -165,10 +144,9 @@ def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
     workload, arms = make_workload(args, scratch), select_arms(args)
     # The untimed steps come in addition to the first step, which compiles.
     warmup, steps = (1, 2) if args.smoke else (10, 30) if gpu else (1, 5)
-    steps = args.steps or steps
     # torch.compile of a large peer takes minutes; parts 3 and 4 have only two arms.
-    timeout = args.arm_timeout or (900 if not gpu else 260 if args.part in (3, 4) else 150)
-    budget = args.budget or (500 if gpu else float("inf"))
+    timeout = 900 if not gpu else 260 if args.part in (3, 4) else 150  # seconds of a visit
+    budget = 500 if gpu else float("inf")  # Visits that do not fit into this number of seconds are skipped.
     what = "cpu" if args.preset == "cpu" else f"gpu_part{args.part}"
     path = args.output / f"train_{what}.json"
     workload.write_tokens((1 + warmup + steps) * workload.micro_batch_size * workload.accumulation)

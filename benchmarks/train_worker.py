@@ -117,7 +117,7 @@ def build_loader(workload: Workload) -> BatchLoader:
 def our_flags(workload: Workload, arm: Arm) -> list[str]:
     """Return the command line of our program, for one data-parallel rank."""
     flags = f"""
-        --num-layers {workload.num_layers} --hidden-size {workload.hidden_size} --gelu {workload.gelu}
+        --num-layers {workload.num_layers} --hidden-size {workload.hidden_size} --gelu erf
         --num-attention-heads {workload.num_attention_heads} --seq-length {workload.seq_length}
         --max-position-embeddings {workload.seq_length} --attention-dropout {workload.dropout}
         --hidden-dropout {workload.dropout} --micro-batch-size {workload.micro_batch_size}

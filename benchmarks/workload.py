@@ -44,7 +44,6 @@ class Workload:
     accumulation: int = 1
     vocab_size: int = 50257
     dropout: float = 0.0
-    gelu: str = "erf"
     device: str = "cpu"
     scratch: str = ""
     compiler: str = "inductor"
@@ -54,7 +53,7 @@ class Workload:
         return ModelConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
-            gelu=self.gelu,
+            gelu="erf",  # nanoGPT has only this form.
             num_attention_heads=self.num_attention_heads,
             max_position_embeddings=self.seq_length,
             vocab_size=self.vocab_size,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
-from data_utils.command_line import Log, Parser, how_to_call, plural, positive_int, require
+from data_utils.command_line import Log, Parser, align_columns, how_to_call, plural, positive_int, require
 from megatron.gpt2.device import PRECISION_DTYPES, choose_backend, choose_device, set_threads, synchronize
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed
@@ -315,11 +315,10 @@ def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> 
 
 def pairs_table(bandwidth: Tensor) -> str:
     """Format the matrix of the times of all pairs."""
-    rows = [range(len(bandwidth)), *bandwidth.tolist()]
-    cells = [[f"{x:>9.3f}" if number else f"{x:>9}" for x in row] for number, row in enumerate(rows)]
-    names = [f"{name:>8}" for name in ("", *rows[0])]
+    names = [str(rank) for rank in range(len(bandwidth))]
+    cells = [[name, *(f"{x:.3f}" for x in row)] for name, row in zip(names, bandwidth.tolist(), strict=True)]
     title = f"GB/s from one rank (row) to another (column), {format_size(PAIRS_BYTES)} messages, one pair at a time"
-    return "\n".join([title, *(name + "".join(row) for name, row in zip(names, cells, strict=True))])
+    return "\n".join([title, *align_columns([["", *names], *cells], ">" * (1 + len(names)))])
 
 
 def describe_pairs(bandwidth: Tensor, hosts: Sequence[str]) -> Iterator[str]:
