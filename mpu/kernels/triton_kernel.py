@@ -54,6 +54,7 @@ class TritonKernel(Generic[P, R]):
     fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). A
         reference that reads values or uses the CPU needs such a function.
 
+    written: the positions of the arguments that the operation writes into.
     operator: the custom operator, for callers that must not be traced by torch.compile on a CPU either.
     """
 
@@ -67,8 +68,9 @@ class TritonKernel(Generic[P, R]):
         fake: Callable[..., R] | None = None,
     ) -> None:
         self.name, self.reference, self.kernel, self.examples = name, reference, kernel, examples
+        self.fake = fake or reference
         names = list(inspect.signature(reference).parameters)
-        self._written = [names.index(name) for name in mutates_args]
+        self.written = [names.index(name) for name in mutates_args]
         self._chosen: dict[torch.dtype, Callable[P, R]] = {}
         self.operator = torch.library.custom_op(
             f"mpu::{name}",
@@ -76,7 +78,7 @@ class TritonKernel(Generic[P, R]):
             mutates_args=mutates_args,
             schema=torch.library.infer_schema(reference, mutates_args=mutates_args),
         )
-        self.operator.register_fake(fake or reference)
+        self.operator.register_fake(self.fake)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # On a CPU, call the reference directly: a call of the operator loads torch's compiler, which takes 1 s and 70
@@ -127,11 +129,11 @@ class TritonKernel(Generic[P, R]):
             else value
             for value in example
         ]
-        output = function(*args)
-        results = [output] if isinstance(output, Tensor) else [*(output or ())]
-        for index in self._written:
-            results += [args[index]] if isinstance(args[index], Tensor) else args[index]
-        return [x for x in results if x.numel()]
+        made = function(*args)
+        found = [made] if isinstance(made, Tensor) else [*(made or ())]
+        for index in self.written:
+            found += [args[index]] if isinstance(args[index], Tensor) else args[index]
+        return [x for x in found if x.numel()]
 
 
 def tolerance(dtype: torch.dtype) -> float:

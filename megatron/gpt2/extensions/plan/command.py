@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from data_utils import build_tokenizer, default_tokenizer_kind
-from data_utils.command_line import Parser, plural, require
+from data_utils.command_line import Parser, plural, positive_int, require
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.interface import saved_decay_iters
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
@@ -35,14 +35,13 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster
-from megatron.gpt2.extensions.plan.fit import Candidate, bubble, cheapest, cost, largest_micro_batch, smallest
+from megatron.gpt2.extensions.plan.fit import bubble, cheapest_offers, largest_micro_batch, smallest_offer
 from megatron.gpt2.extensions.plan.memory import (
     CUDA_CONTEXT,
     PARTS,
     MemoryEstimate,
     MemoryInputs,
     estimate_memory,
-    estimate_stages,
     in_mb,
 )
 from megatron.gpt2.extensions.plan.search import search, training_cost
@@ -63,59 +62,40 @@ SEARCHED_SHARE = 0.9  # A layout may use this share of the memory.
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return this program's flags and the remaining words, which are flags of the training. Raises ValueError for bad
     flags."""
-    parser = Parser(
-        description=__doc__,
-        usage="%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] [--accounting NAME] [--json]",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="ranks of the run (default: --world-size, --nproc-per-node, or the ranks that share one model)",
-    )
-    parser.add_argument(
-        "--memory-gb", type=float, metavar="X", help="memory per rank in GB (2^30 bytes): print the layouts that fit"
-    )
-    parser.add_argument(
-        "--accounting",
-        choices=("this", "megatron-2019"),
-        default="this",
-        help="count the memory of this program, or of Megatron-LM's first release in fp16 on a GPU",
-    )
-    parser.add_argument("--cluster", metavar="NAME", help="a file of clusters/: model the time of a step there")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE.json", help="write a step for https://ui.perfetto.dev")
-    parser.add_argument("--search", action="store_true", help="print the fastest layouts of --ranks on --cluster")
-    parser.add_argument(
-        "--tokens", type=token_count, metavar="N", help="tokens of the whole training (300B): print days and GPU-hours"
-    )
-    parser.add_argument(
-        "--failures", type=float, default=FAILURES, metavar="X", help="of a node and day (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--checkpoint-seconds",
-        type=float,
-        default=60,
-        metavar="X",
-        help="that a checkpoint stops training (default: 60)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+    usage = "%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] [--accounting NAME] [--json]"
+    parser = Parser(description=__doc__, usage=usage)
+    add = parser.add_argument
+    ranks = "ranks of the run (default: --world-size, --nproc-per-node, or the ranks that share one model)"
+    add("--ranks", type=positive_int, metavar="N", help=ranks)
+    fitting = "memory per rank in GB (2^30 bytes): print the layouts that fit"
+    add("--memory-gb", type=positive_number, metavar="X", help=fitting)
+    accounting = "count the memory of this program, or of Megatron-LM's first release in fp16 on a GPU"
+    add("--accounting", choices=("this", "megatron-2019"), default="this", help=accounting)
+    add("--cluster", metavar="NAME", help="a file of clusters/: model the time of a step there")
+    add("--perfetto", type=Path, metavar="FILE.json", help="write a step for https://ui.perfetto.dev")
+    add("--search", action="store_true", help="print the fastest layouts of --ranks on --cluster")
+    tokens = "tokens of the whole training (300B): print days and GPU-hours"
+    add("--tokens", type=positive_number, metavar="N", help=tokens)
+    failures = "of a node and day (default: %(default)s)"
+    add("--failures", type=positive_number, default=FAILURES, metavar="X", help=failures)
+    stops = "that a checkpoint stops training (default: %(default)s)"
+    add("--checkpoint-seconds", type=positive_number, default=60, metavar="X", help=stops)
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
     chosen, rest = parser.parse_known_args(argv)
-    require(chosen.ranks is None or chosen.ranks >= 1, f"--ranks must be positive, not {chosen.ranks}")
-    require(chosen.memory_gb is None or chosen.memory_gb > 0, f"--memory-gb must be positive, not {chosen.memory_gb}")
     if chosen.memory_gb is not None and chosen.accounting != "this":
         raise ValueError("--memory-gb finds layouts of this program only: leave --accounting out")
     if chosen.cluster is None and (chosen.search or chosen.perfetto or chosen.tokens):
         raise ValueError("--search, --perfetto and --tokens need a --cluster")
-    require(
-        chosen.failures > 0 and chosen.checkpoint_seconds > 0, "--failures and --checkpoint-seconds must be positive"
-    )
     return chosen, rest
 
 
-def token_count(text: str) -> float:
-    """Return a number that may have a suffix M, B or T. Raises ValueError, as argparse expects."""
-    number, scale = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1.0)
-    return float(number) * scale
+def positive_number(text: str) -> float:
+    """Return a positive number that may have a suffix M, B or T, as a type for argparse."""
+    digits, scale = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1.0)
+    number = float(digits) * scale
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+    return number
 
 
 def planned_config(words: Sequence[str]) -> Config:
@@ -160,9 +140,9 @@ def planned_inputs(config: Config, ranks: int) -> MemoryInputs:
     return MemoryInputs(config, ranks, device, dtype, fixed, bool(devices.set_allocator(torch.device(device))))
 
 
-def layer_matrices(num_layers: int, hidden_size: int) -> int:
+def layer_matrices(config: Config) -> int:
     """Return 12·l·h², the elements of all layers' matrices if the MLP is 4h wide."""
-    return 12 * num_layers * hidden_size**2
+    return 12 * config.model.num_layers * config.model.hidden_size**2
 
 
 def layer_activations(*, s: int, b: int, h: int, n: int, p: int = 1) -> int:
@@ -183,10 +163,9 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
     """
     model, train, p = config.model, config.train, config.parallel.tensor_model_parallel_size
     assert model.vocab_size is not None
-    # Megatron also padded the vocabulary to a multiple of the number of ranks.
-    rows = padded_vocab_size(model.vocab_size, p * model.make_vocab_size_divisible_by, p) // p
-    ours = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
-    parameters = count_parameters(model, p)[1] + (rows - ours) * model.hidden_size
+    # Megatron padded the vocabulary to a multiple of the number of ranks, too.
+    divisor = p * model.make_vocab_size_divisible_by
+    parameters = count_parameters(dataclasses.replace(model, make_vocab_size_divisible_by=divisor), p)[1]
     s, b, h = config.data.seq_length, train.micro_batch_size, model.hidden_size
     hidden = 2 * s * b * h
     whole = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=p)
@@ -199,197 +178,142 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
         # These are the outputs of the last layer and of the norm, and the mask of the embeddings' dropout (1 byte per
         # element).
         "activations": (inputs if train.recompute_granularity == "full" else whole) + 2 * hidden + hidden // 2,
-        "logits and loss": 3 * 4 * s * b * rows,
+        "logits and loss": 3 * 4 * s * b * padded_vocab_size(model.vocab_size, divisor, p) // p,
     }
-    return MemoryEstimate("the loss", parts), {
+    return MemoryEstimate("the loss", parts, parameters=parameters), {
         "from_step_to_step": BYTES_PER_PARAMETER * parameters,
-        "matrices_at_20_bytes": BYTES_PER_PARAMETER * layer_matrices(model.num_layers, h),
+        "matrices_at_20_bytes": BYTES_PER_PARAMETER * layer_matrices(config),
         "activations_without_recompute": whole,
     }
 
 
-def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
-    """Return all numbers of the plan, as --json prints them.
+def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the numbers of the plan, as --json prints them, and the lines of its tables.
 
     plan: None for --accounting megatron-2019.
     """
-    model, p = config.model, config.parallel.tensor_model_parallel_size
-    more: dict[str, Any] = {}
+    model, train, p = config.model, config.train, config.parallel.tensor_model_parallel_size
+    facts: dict[str, Any] = {}
+    rows: list[tuple[str, str]] = []
+    stage_lines: list[str] = []
     if plan is None:
-        memory, more["megatron_2019"] = megatron_2019(config)
-        own = memory.parts["weights"] // 2  # In 2019 the vocabulary was padded differently.
+        memory, sums = megatron_2019(config)
+        memories, facts["megatron_2019"] = [memory], sums
+        layout = f"Megatron-LM of 2019, tensor-parallel {p}, fp16 on a GPU"
+        between, matrices, kept = sums.values()
+        rows += [
+            ("from step to step", f"{in_mb(between)} MB: 20 bytes a parameter (12·l·h²: {matrices:,} bytes)"),
+            ("without recompute", f"{kept:,} bytes of activations: l·(34·s·b·h + 5·b·s²·n) at one rank"),
+        ]
     else:
-        memories = estimate_stages(plan)
-        memory, own = max(memories, key=lambda memory: memory.total), max(each.parameters for each in memories)
-        more = {
-            "ranks": plan.world_size,
-            "data_parallel": plan.data_parallel_size,
-            "device": plan.device,
-            "precision": devices.PRECISIONS[plan.dtype],
-        }
-        if plan.stages > 1:  # The next lines show the schedule, its bubble, and each stage.
-            chunks = config.layers_of_virtual_stages()
-            more["pipeline"] = {
-                "schedule": config.pipeline_schedule(1).name,
-                "micro_batches": plan.num_microbatches,
-                "bubble": round(bubble(config, plan.num_microbatches), 4),
-                "stages": [
-                    {
-                        "layers": [[chunk.start, chunk.stop - 1] for chunk in chunks[stage :: plan.stages]],
-                        "parameters": of_stage.parameters,
-                        "total": of_stage.total,
-                        "moment": of_stage.moment,
-                    }
-                    for stage, of_stage in enumerate(memories)
-                ],
-            }
-    total, matrices = count_parameters(model, p)[0], layer_matrices(model.num_layers, model.hidden_size)
-    return {
-        "parameters": {"in_all": total, "of_a_rank": own, "matrices_12lh2": matrices},
-        "memory": {**memory.parts, "total": memory.total, "moment": memory.moment, "on_host": memory.on_host},
-        **more,
-    }
+        memories = [estimate_memory(plan, stage) for stage in range(plan.stages)]
+        d, precision = plan.data_parallel_size, devices.PRECISIONS[plan.dtype]
+        facts = {"ranks": plan.world_size, "data_parallel": d, "device": plan.device, "precision": precision}
+        stages = f"pipeline {plan.stages} × " * (plan.stages > 1)
+        layout = f"{plural(plan.world_size, 'rank')}, tensor-parallel {p} × {stages}data-parallel {d}"
+        layout += f", {precision} on {plan.device}"
+    if plan is not None and plan.stages > 1:
+        schedule, m, chunks = config.pipeline_schedule(1).name, plan.num_microbatches, config.layers_of_virtual_stages()
+        idle = bubble(config, m)
+        rows.append(
+            ("schedule", f"{schedule}, {m} micro-batches, {idle:.0%} of a step idle if all layers are equally fast")
+        )
+        facts["pipeline"] = {"schedule": schedule, "micro_batches": m, "bubble": round(idle, 4), "stages": []}
+        stage_lines += ["", f"  {'stage':<8}{'layers':<24}{'parameters':>14}{'MB':>10}"]
+        for stage, of_stage in enumerate(memories):
+            layers = [[chunk.start, chunk.stop - 1] for chunk in chunks[stage :: plan.stages]]
+            numbers = {"parameters": of_stage.parameters, "total": of_stage.total, "moment": of_stage.moment}
+            facts["pipeline"]["stages"].append({"layers": layers, **numbers})
+            shown = ", ".join(f"{first}-{last}" for first, last in layers)
+            stage_lines.append(f"  {stage:<8}{shown:<24}{of_stage.parameters:>14,}{in_mb(of_stage.total):>10}")
+    memory, own = max(memories, key=lambda each: each.total), max(each.parameters for each in memories)
+    whole, matrices = count_parameters(model, p)[0], layer_matrices(config)
+    counts = {"in_all": whole, "of_a_rank": own, "matrices_12lh2": matrices}
+    held = {**memory.parts, "total": memory.total, "moment": memory.moment, "on_host": memory.on_host}
+    shape = (
+        f"{plural(model.num_layers, 'layer')}, hidden size {model.hidden_size}, "
+        f"{plural(model.num_attention_heads, 'head')}, vocabulary {model.vocab_size:,}, "
+        f"sequence {config.data.seq_length:,}"
+    )
+    lines = align_rows(
+        [
+            ("model", shape),
+            ("layout", f"{layout}, micro-batch {train.micro_batch_size}, recompute {train.recompute_granularity}"),
+            ("parameters", f"{whole:,} in all, {own:,} per rank{' at most' if stage_lines else ''}"),
+            ("12·l·h²", f"{matrices:,} in the layers' matrices"),
+            *rows,
+        ]
+    )
+    lines += [*stage_lines, "", f"  of a rank, largest in {memory.moment}:", f"  {'part':<17}{'MB':>10}{'share':>8}"]
+    for part, size in [*memory.parts.items(), ("all", memory.total)]:
+        if size >= MB // 2:
+            lines.append(f"  {part:<17}{in_mb(size):>10}{size / memory.total:>8.1%}")
+    if memory.on_host >= MB // 2:
+        lines.append(f"  and {in_mb(memory.on_host)} MB of host memory")
+    return {"parameters": counts, "memory": held, **facts}, lines
 
 
-def find_fitting(plan: MemoryInputs, budget: int) -> dict[str, Any]:
-    """Return the largest micro-batch and the cheapest layouts that fit, or the smallest layout if none fits."""
-    now = cost(plan, batch=plan.config.train.micro_batch_size)
-
-    def shown(candidate: Candidate) -> dict[str, Any]:
-        flags, slower = " ".join(candidate.flags), round(candidate.relative_cost(now), 4)
-        return {"flags": flags, "bytes": candidate.memory.total, "slower": slower}
-
-    found = [shown(candidate) for candidate in cheapest(plan, budget, 3)]
+def plan_fits(plan: MemoryInputs, budget: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the largest micro-batch and the cheapest layouts that fit, or the smallest layout if none fits, and their
+    lines."""
+    fits, largest = estimate_memory(plan).total <= budget, largest_micro_batch(plan, budget)
+    found = cheapest_offers(plan, budget)
+    least = None if found else smallest_offer(plan)
+    lines = [
+        "",
+        f"  in {in_mb(budget)} MB: {'fits' if fits else 'does not fit'} with these flags",
+        f"  largest micro-batch: {largest or 'none'}",
+    ]
+    if least:
+        lines.append(f"  no layout on these ranks fits; the smallest needs {in_mb(least.bytes)} MB: {least.flags}")
+    else:
+        lines += ["  cheapest layouts of the same global batch:", f"  {'MB':>10}{'slower':>8}  flags to add"]
+        lines += [f"  {in_mb(size):>10}{slower:>8.0%}  {flags or '(none)'}" for flags, size, slower in found]
     return {
         "budget": budget,
-        "as_asked": estimate_memory(plan).total <= budget,
-        "largest_micro_batch": largest_micro_batch(plan, budget),
-        "cheapest": found,
-        "least": None if found else shown(smallest(plan)),
-    }
+        "as_asked": fits,
+        "largest_micro_batch": largest,
+        "cheapest": [offer._asdict() for offer in found],
+        "least": least and least._asdict(),
+    }, lines
 
 
-def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
-    """Return the lines of the plan.
-
-    found: the result of `plan_facts`.
-    """
-    model, train, p = config.model, config.train, config.parallel.tensor_model_parallel_size
-    counted, memory = found["parameters"], found["memory"]
-    pipeline, of_2019 = found.get("pipeline"), found.get("megatron_2019")
-    rows = [
-        (
-            "model",
-            f"{plural(model.num_layers, 'layer')}, hidden size {model.hidden_size}, "
-            f"{plural(model.num_attention_heads, 'head')}, vocabulary {model.vocab_size:,}, "
-            f"sequence {config.data.seq_length:,}",
-        )
-    ]
-    on, at_most = f"Megatron-LM of 2019, tensor-parallel {p}, fp16 on a GPU", ""
-    if of_2019 is None:
-        stages = f"pipeline {len(pipeline['stages'])} × " if pipeline else ""
-        on = (
-            f"{plural(found['ranks'], 'rank')}, tensor-parallel {p} × {stages}"
-            f"data-parallel {found['data_parallel']}, {found['precision']} on {found['device']}"
-        )
-    rows.append(("layout", f"{on}, micro-batch {train.micro_batch_size}, recompute {train.recompute_granularity}"))
-    if pipeline:
-        at_most = " at most"
-        idle = f"{pipeline['bubble']:.0%} of a step idle if all layers are equally fast"
-        rows.append(("schedule", f"{pipeline['schedule']}, {pipeline['micro_batches']} micro-batches, {idle}"))
-    rows += [
-        ("parameters", f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} per rank{at_most}"),
-        ("12·l·h²", f"{counted['matrices_12lh2']:,} in the layers' matrices"),
-    ]
-    lines = align_rows(rows)
-    if of_2019:
-        between, matrices, kept = of_2019.values()
-        at_20 = f"20 bytes a parameter (12·l·h²: {matrices:,} bytes)"
-        without = f"{kept:,} bytes of activations: l·(34·s·b·h + 5·b·s²·n) at one rank"
-        lines += align_rows([("from step to step", f"{in_mb(between)} MB: {at_20}"), ("without recompute", without)])
-    if pipeline:
-        lines += ["", f"  {'stage':<8}{'layers':<24}{'parameters':>14}{'MB':>10}"]
-        for stage, row in enumerate(pipeline["stages"]):
-            layers = ", ".join(f"{first}-{last}" for first, last in row["layers"])
-            lines.append(f"  {stage:<8}{layers:<24}{row['parameters']:>14,}{in_mb(row['total']):>10}")
-    total = memory["total"]
-    lines += ["", f"  of a rank, largest in {memory['moment']}:", f"  {'part':<17}{'MB':>10}{'share':>8}"]
-    sizes = [(part, memory[part]) for part in PARTS if memory[part] >= MB // 2]
-    lines += [f"  {part:<17}{in_mb(size):>10}{size / total:>8.1%}" for part, size in [*sizes, ("all", total)]]
-    if memory["on_host"] >= MB // 2:
-        lines += [f"  and {in_mb(memory['on_host'])} MB of host memory"]
-    return lines
-
-
-def time_facts(inputs: MemoryInputs, cluster: Cluster, chosen: argparse.Namespace, step: StepTime) -> dict[str, Any]:
-    """Return the modelled numbers of a step, and of the whole training if --tokens is given."""
+def plan_time(
+    inputs: MemoryInputs, cluster: Cluster, chosen: argparse.Namespace, step: StepTime
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the modelled numbers of a step, and of the whole training if --tokens is given, and their lines."""
     config, ranks = inputs.config, inputs.world_size
     samples = config.train.micro_batch_size * inputs.data_parallel_size * inputs.num_microbatches
     rate = samples * config.data.seq_length / step.seconds
-    flops = config.model.flops_per_token(config.data.seq_length)
+    mfu = rate * config.model.flops_per_token(config.data.seq_length) / ranks / cluster.peak_flops
     shares = {name: seconds / step.seconds for name, seconds in step.parts.items()}
-    facts = {"seconds": step.seconds, "tokens_per_second": rate, "mfu": rate * flops / ranks / cluster.peak_flops}
-    if chosen.tokens is None:
-        return {**facts, "shares": shares}
-    nodes = -(-ranks // cluster.gpus_per_node)
-    cost = training_cost(chosen.tokens, rate, ranks, nodes, chosen.failures, chosen.checkpoint_seconds, RESTART)
-    return {**facts, "shares": shares, "training": cost._asdict()}
-
-
-def time_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the lines about the modelled time.
-
-    facts: the result of `time_facts`.
-    """
-    step = f"{facts['seconds']:.4g} s, {facts['tokens_per_second']:,.0f} tokens/s, {facts['mfu']:.1%} MFU (modelled)"
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in facts["shares"].items() if share >= 0.0005)
-    rows = [("step", step), ("", shares)]
-    if training := facts.get("training"):
-        lost = f"{training['lost']:.1%} lost by failures, a checkpoint every {training['interval'] / 60:.0f} minutes"
-        rows.append(("training", f"{training['days']:,.1f} days, {training['gpu_hours']:,.0f} GPU-hours; {lost}"))
-    return ["", *align_rows(rows)]
+    facts: dict[str, Any] = {"seconds": step.seconds, "tokens_per_second": rate, "mfu": mfu, "shares": shares}
+    rows = [
+        ("step", f"{step.seconds:.4g} s, {rate:,.0f} tokens/s, {mfu:.1%} MFU (modelled)"),
+        ("", ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.0005)),
+    ]
+    if chosen.tokens is not None:
+        nodes = -(-ranks // cluster.gpus_per_node)
+        cost = training_cost(chosen.tokens, rate, ranks, nodes, chosen.failures, chosen.checkpoint_seconds, RESTART)
+        facts["training"] = cost._asdict()
+        lost = f"{cost.lost:.1%} lost by failures, a checkpoint every {cost.interval / 60:.0f} minutes"
+        rows.append(("training", f"{cost.days:,.1f} days, {cost.gpu_hours:,.0f} GPU-hours; {lost}"))
+    return facts, align_rows(rows)
 
 
 def print_search(config: Config, cluster: Cluster, chosen: argparse.Namespace, ranks: int) -> int:
     """Print the fastest layouts. Return the exit code."""
     require(config.train.global_batch_size is not None, "--search needs a --global-batch-size")
     budget = int(chosen.memory_gb * GB) if chosen.memory_gb else int(SEARCHED_SHARE * cluster.memory)
-    found = search(planned_inputs(config, ranks), cluster, budget, 10)
-    rows: list[dict[str, Any]] = [
-        {"flags": " ".join(candidate.flags), "bytes": candidate.memory.total}
-        | time_facts(candidate.inputs, cluster, chosen, step)
-        for candidate, step in found
-    ]
-    if chosen.json:
-        print(json.dumps({"budget": budget, "found": rows}, indent=2))
-    elif not rows:
-        print(f"  no layout on {plural(ranks, 'rank')} fits into {in_mb(budget)} MB")
-    else:
-        for number, row in enumerate(rows, start=1):
-            print(f"\n{number:>2}. {row['flags'] or '(no flags)'}")
-            print("\n".join([f"  memory    {in_mb(row['bytes'])} MB", *time_lines(row)[1:]]))
-    return 0 if rows else 1
-
-
-def fitting_table(fits: dict[str, Any]) -> list[str]:
-    """Return the lines about --memory-gb.
-
-    fits: the result of `find_fitting`.
-    """
-    lines = [
-        "",
-        f"  in {in_mb(fits['budget'])} MB: {'fits' if fits['as_asked'] else 'does not fit'} with these flags",
-        f"  largest micro-batch: {fits['largest_micro_batch'] or 'none'}",
-    ]
-    if least := fits["least"]:
-        return [
-            *lines,
-            f"  no layout on these ranks fits; the smallest needs {in_mb(least['bytes'])} MB: {least['flags']}",
-        ]
-    lines += ["  cheapest layouts of the same global batch:", f"  {'MB':>10}{'slower':>8}  flags to add"]
-    return lines + [
-        f"  {in_mb(row['bytes']):>10}{row['slower']:>8.0%}  {row['flags'] or '(none)'}" for row in fits["cheapest"]
-    ]
+    found, lines = [], list[str]()
+    for number, (candidate, step) in enumerate(search(planned_inputs(config, ranks), cluster, budget, 10), start=1):
+        flags, size = " ".join(candidate.flags), candidate.memory.total
+        facts, told = plan_time(candidate.inputs, cluster, chosen, step)
+        found.append({"flags": flags, "bytes": size, **facts})
+        lines += ["", f"{number:>2}. {flags or '(no flags)'}", f"  memory    {in_mb(size)} MB", *told]
+    nothing = f"  no layout on {plural(ranks, 'rank')} fits into {in_mb(budget)} MB"
+    print(json.dumps({"budget": budget, "found": found}, indent=2) if chosen.json else "\n".join(lines) or nothing)
+    return 0 if found else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -406,20 +330,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if cluster and chosen.search:
         return print_search(config, cluster, chosen, ranks)
     plan = planned_inputs(config, ranks) if chosen.accounting == "this" else None
-    found, fits = plan_facts(config, plan), None
-    if plan is not None and chosen.memory_gb is not None:
-        fits = found["fits"] = find_fitting(plan, int(chosen.memory_gb * GB))
+    found, lines = plan_memory(config, plan)
     if plan is not None and cluster is not None:
         step = simulate(plan, cluster, record=chosen.perfetto is not None)
-        found["time"] = time_facts(plan, cluster, chosen, step)
+        found["time"], told = plan_time(plan, cluster, chosen, step)
+        lines += ["", *told]
         if chosen.perfetto:
             write_perfetto(step, chosen.perfetto)
-    lines = (
-        [json.dumps(found, indent=2)]
-        if chosen.json
-        else plan_table(config, found)
-        + (time_lines(found["time"]) if "time" in found else [])
-        + (fitting_table(fits) if fits else [])
-    )
-    print("\n".join(lines))
-    return 1 if fits and not fits["cheapest"] else 0
+    if plan is not None and chosen.memory_gb is not None:
+        found["fits"], told = plan_fits(plan, int(chosen.memory_gb * GB))
+        lines += told
+    print(json.dumps(found, indent=2) if chosen.json else "\n".join(lines))
+    return 1 if found.get("fits", {}).get("least") else 0

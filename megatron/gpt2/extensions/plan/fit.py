@@ -1,7 +1,8 @@
 """Find the layouts of a run that fit into a given memory, the cheapest first.
 
 The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All compute the
-same training. They are sorted by their cost, an estimate of how much longer a step takes:
+same training. They are sorted by their cost, an estimate of how much longer a step takes, which needs no description of
+a cluster:
 
     recompute full       a second forward pass of the layers, from the model's FLOPs: 29 % at 345M
     recompute selective  2 %: -4 to 6 measured on CPUs (docs/explanation/performance.md)
@@ -14,31 +15,29 @@ same training. They are sorted by their cost, an estimate of how much longer a s
     sharded gradients    one more reduction for each further micro-batch at 100 GB/s; half of it overlaps with backward
     partitioned inputs   1 %: an all-gather in backward; only useful if the sequence cannot be split
     inputs on the host   1 %, and the time by which their bytes over PCIe exceed the step
-
-Legend: N parameters per rank.
 """
 
 import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.gpt2.config import Config, flag_name
 from megatron.gpt2.extensions.plan.memory import (
     MemoryEstimate,
     MemoryInputs,
     estimate_memory,
+    in_mb,
     low_bytes,
     with_batch_size,
 )
-from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.pipeline.analysis import timetable
 from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
 from megatron.gpt2.pipeline.schedule import build_schedule
-from mpu.partition import padded_vocab_size
 
 _SELECTIVE, _HALF_BATCH, _PARTITIONED, _OFFLOADED = 0.02, 0.03, 0.01, 0.01
 _MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}
@@ -58,8 +57,8 @@ class Candidate:
 
     @functools.cached_property
     def cost(self) -> float:
-        """The extra time of a step, compared with none of these techniques (0.29: 29 %)."""
-        return cost(self.inputs, batch=self.batch)
+        """See `cost`."""
+        return cost(self.inputs, self.batch)
 
     @functools.cached_property
     def memory(self) -> MemoryEstimate:
@@ -70,49 +69,51 @@ class Candidate:
         """Whether it needs at most `budget` bytes. The first stage often decides."""
         return estimate_memory(self.inputs, 0).total <= budget and self.memory.total <= budget
 
-    def relative_cost(self, other: float) -> float:
-        """Return the extra time of a step compared with a layout whose cost is `other`."""
-        return (1 + self.cost) / (1 + other) - 1
+
+class Offer(NamedTuple):
+    """A layout: the flags to add, the bytes of a rank, and the extra time of a step, compared with the asked layout
+    (0.29: 29 %)."""
+
+    flags: str
+    bytes: int
+    slower: float
+
+    def __str__(self) -> str:
+        return f"{self.flags or 'the flags as they are'} ({in_mb(self.bytes)} MB, {max(self.slower, 0.0):.0%} slower)"
 
 
-def cost(inputs: MemoryInputs, *, batch: int) -> float:
-    """Return the estimated time of a step, divided by the time of its matrix products, minus 1."""
-    config, model = inputs.config, inputs.config.model
-    whole = model.flops_per_token(config.data.seq_length)
+def cost(inputs: MemoryInputs, batch: int) -> float:
+    """Return the extra time of a step, compared with none of the techniques above (0.29: 29 %).
+
+    batch: the micro-batch size without extra cost.
+    """
+    config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
     assert model.vocab_size is not None
-    layers = whole - 6 * model.hidden_size * model.vocab_size
-    parallel, p = config.parallel, config.parallel.tensor_model_parallel_size
-    parameters, on_gpu = stage_parameters(config), inputs.device == "cuda"
-    hidden = inputs.dtype.itemsize * config.train.micro_batch_size * config.data.seq_length * model.hidden_size
-    # the width of a hidden state on a rank between two layers
-    own = hidden // p if parallel.sequence_parallel else hidden
-    more = {"none": 0.0, "selective": _SELECTIVE, "full": layers / 3 / whole}[config.train.recompute_granularity]
-    size = config.train.micro_batch_size
-    while size < batch:
-        more, size = more + _HALF_BATCH, 2 * size
-    more += _MODEL_PARALLEL.get(p, 1.0)
-    tokens = inputs.num_microbatches * config.train.micro_batch_size * config.data.seq_length
-    step = tokens * whole / (p * inputs.stages) / _FLOPS
+    p, m, on_gpu = parallel.tensor_model_parallel_size, inputs.num_microbatches, inputs.device == "cuda"
+    tokens, flops = train.micro_batch_size * config.data.seq_length, model.flops_per_token(config.data.seq_length)
+    step = m * tokens * flops / (p * inputs.stages) / _FLOPS  # seconds
+    parameters = flops / 6 / (p * inputs.stages)  # of a rank: each takes 6 FLOPs for a token
+    # the bytes of a hidden state on a rank between two layers
+    hidden = inputs.dtype.itemsize * tokens * model.hidden_size / (p if parallel.sequence_parallel else 1)
+    of_layers = 1 - 6 * model.hidden_size * model.vocab_size / flops
+    more = {"none": 0.0, "selective": _SELECTIVE, "full": of_layers / 3}[train.recompute_granularity]
+    more += _HALF_BATCH * math.log2(batch / train.micro_batch_size) + _MODEL_PARALLEL.get(p, 1.0)
     if parallel.cpu_offload_optimizer and on_gpu:
         owned = parameters / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
         # An offloaded parameter sends 4 bytes to the host and 2 back over PCIe; AdamW reads 16 and writes 12 bytes in
         # host memory.
-        more += (6 * owned / _PCIE + 28 * owned / _HOST_MEMORY) / step
-    if parallel.shard_gradients and inputs.data_parallel_size > 1:
-        more += (inputs.num_microbatches - 1) * 4 * parameters / _BETWEEN_GPUS / 2 / step
+        more += owned * (6 / _PCIE + 28 / _HOST_MEMORY) / step
+    if parallel.shard_gradients:
+        more += (m - 1) * 4 * parameters / _BETWEEN_GPUS / 2 / step
     if parallel.partition_activations:
         more += _PARTITIONED
-    layers_here = -(-model.num_layers // inputs.stages)
-    offloaded = min(parallel.cpu_offloading_num_layers, layers_here) * 16 * own  # A layer offloads 16 hidden states.
-    if parallel.checkpoint_in_cpu:
-        offloaded = (
-            -(-layers_here // config.train.recompute_num_layers) * own // (p if parallel.partition_activations else 1)
-        )
-    if offloaded and on_gpu:
-        more += _OFFLOADED + max(0.0, inputs.num_microbatches * 2 * offloaded / _PCIE / step - 1)
+    if parallel.checkpoint_in_cpu and on_gpu:
+        kept = model.num_layers / inputs.stages / train.recompute_num_layers * hidden
+        moved = 2 * m * kept / (p if parallel.partition_activations else 1)
+        more += _OFFLOADED + max(0.0, moved / _PCIE / step - 1)
     if inputs.stages > 1:  # Each chunk sends hidden states forward and gradients back.
-        more += inputs.num_microbatches * config.num_model_chunks * 2 * own / _BETWEEN_GPUS / step
-        more = (1 + more) / (1 - bubble(config, inputs.num_microbatches)) - 1
+        more += m * config.num_model_chunks * 2 * hidden / _BETWEEN_GPUS / step
+        more = (1 + more) / (1 - bubble(config, m)) - 1
     return more
 
 
@@ -132,24 +133,6 @@ def _bubble(name: str, p: int, v: int, m: int, layers: tuple[int, ...]) -> float
     return 1 - 3 * m / length
 
 
-def stage_parameters(config: Config) -> int:
-    """Return the number of parameters of a rank of the first stage."""
-    model, p, stages = (
-        config.model,
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-    )
-    assert model.vocab_size is not None
-    rows = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
-    whole = _count_parameters(model, p)[1]
-    of_layers = whole - (rows + model.max_position_embeddings + 2) * model.hidden_size
-    layers = sum(map(len, config.layers_of_virtual_stages()[::stages]))
-    return whole - of_layers + of_layers * layers // model.num_layers
-
-
-_count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
-
-
 def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = True) -> Iterator[Candidate]:
     """Yield all layouts of the run with the same number of ranks and the same global batch, and with at least as many
     ranks per model.
@@ -160,7 +143,7 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
     asked = inputs.config
     largest = batch or asked.train.micro_batch_size
     global_batch_size = asked.train.global_batch_size or largest * inputs.data_parallel_size * inputs.num_microbatches
-    sizes = [largest >> shift for shift in range(largest.bit_length()) if (largest >> shift) << shift == largest]
+    sizes = [largest >> halved for halved in range(largest.bit_length()) if largest % (1 << halved) == 0]
     recomputes = RECOMPUTES[RECOMPUTES.index(asked.train.recompute_granularity) :]
     for split, b, recompute in itertools.product(_model_splits(inputs), sizes, recomputes):
         p, stages = split["tensor_model_parallel_size"], split["pipeline_model_parallel_size"]
@@ -173,7 +156,7 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
         useful = {
             "sequence_parallel": p > 1,
             "use_distributed_optimizer": data_parallel > 1,
-            "shard_gradients": data_parallel > 1 and stages == 1,
+            "shard_gradients": data_parallel > 1,
             "cpu_offload_optimizer": on_gpu,
             "partition_activations": full and asked.data.seq_length % p > 0,
             "checkpoint_in_cpu": on_gpu and full,
@@ -182,40 +165,29 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
             (True,) if getattr(asked.parallel, name) else (False, True) if is_useful else (False,)
             for name, is_useful in useful.items()
         ]
-        for flags in itertools.product(*choices):
-            changed: dict[str, Any] = dict(zip(useful, flags, strict=True))
-            if changed["shard_gradients"] and not (
-                changed["use_distributed_optimizer"] or asked.parallel.shard_gradients
-            ):
-                continue
+        for chosen in itertools.product(*choices):
+            parallel: dict[str, Any] = {**split, **dict(zip(useful, chosen, strict=True))}
             train: dict[str, Any] = {
                 "micro_batch_size": b,
                 "global_batch_size": global_batch_size,
                 "recompute_granularity": recompute,
             }
             try:
-                candidate = dataclasses.replace(
+                made = dataclasses.replace(
                     inputs,
                     config=dataclasses.replace(
                         asked,
                         train=dataclasses.replace(asked.train, gradient_accumulation_steps=None, **train),
-                        parallel=dataclasses.replace(asked.parallel, **split, **changed),
+                        parallel=dataclasses.replace(asked.parallel, **parallel),
                     ),
                 )
-                least = low_bytes(candidate)
-            except ValueError:  # The sizes of this layout do not divide each other.
+                least = low_bytes(made)
+            except ValueError:  # The flags exclude each other, or the sizes of this layout do not divide each other.
                 continue
             if b == asked.train.micro_batch_size and data_parallel == inputs.data_parallel_size:
                 del train["global_batch_size"]  # The flag would not change it.
-            yield Candidate(
-                candidate,
-                largest,
-                (
-                    *changed_flags("parallel", asked.parallel, {**split, **changed}),
-                    *changed_flags("train", asked.train, train),
-                ),
-                least,
-            )
+            flags = (*changed_flags("parallel", asked.parallel, parallel), *changed_flags("train", asked.train, train))
+            yield Candidate(made, largest, flags, least)
 
 
 def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
@@ -227,72 +199,55 @@ def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
     for tensor, pipeline in itertools.product(
         sorted({p, *divisors & set(_MODEL_PARALLEL)}), sorted({stages, *divisors})
     ):
-        if (
-            tensor * pipeline < p * stages
-            or inputs.world_size % (tensor * pipeline)
-            or (model.num_attention_heads % tensor or model.ffn_size % tensor or pipeline > model.num_layers)
-        ):
+        split = tensor * pipeline
+        if split < p * stages or inputs.world_size % split or model.num_attention_heads % tensor:
             continue
         sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
         if not (own_schedule and pipeline == 1 < stages):
             yield sizes
         if own_schedule or pipeline == 1:
             continue
-        if not inputs.config.train.compile:
-            yield {**sizes, "pipeline_schedule": "zero-bubble"}
+        yield {**sizes, "pipeline_schedule": "zero-bubble"}
         for chunks in (4, 3, 2):
             if model.num_layers % (pipeline * chunks) == 0:
                 yield {**sizes, "num_layers_per_virtual_pipeline_stage": model.num_layers // (pipeline * chunks)}
 
 
-def cheapest(inputs: MemoryInputs, budget: int, count: int) -> list[Candidate]:
-    """Return up to `count` layouts that need at most `budget` bytes, the cheapest first.
+def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
+    """Return up to three layouts that need at most `budget` bytes, the cheapest first.
 
     Prefers layouts with different techniques, and then variants of them. A layout whose flags contain all flags of a
     cheaper one is left out."""
 
-    def sort_key(candidate: Candidate) -> tuple[float, int]:
-        return candidate.cost, len(candidate.flags)
-
-    order = [candidate for candidate in sorted(layouts(inputs), key=sort_key) if candidate.least <= budget]
+    order = [candidate for candidate in layouts(inputs) if candidate.least <= budget]
+    order.sort(key=lambda c: (c.cost, len(c.flags), c.least))
     found: list[Candidate] = []
-    for flags_of in (_techniques, _flags_of):
+    for end in (1, None):  # compare the names of the flags, and then also their values
 
-        def is_new(candidate: Candidate, flags_of: Callable[[Candidate], set[str]] = flags_of) -> bool:
-            return len(found) < count and not any(flags_of(other) <= flags_of(candidate) for other in found)
+        def names(candidate: Candidate, end: int | None = end) -> set[tuple[str, ...]]:
+            return {tuple(flag.split()[:end]) for flag in candidate.flags}
 
-        for _, equal_cost in itertools.groupby(order, sort_key):
+        for candidate in order:
+            is_new = not any(names(other) <= names(candidate) for other in found)
             # Only layouts that can be returned are traced.
-            for candidate in sorted(equal_cost, key=lambda c: c.least):
-                if is_new(candidate) and candidate.fits(budget):
-                    found.append(candidate)
-    return sorted(found, key=lambda c: (*sort_key(c), c.memory.total))
+            if len(found) < 3 and is_new and candidate.fits(budget):
+                found.append(candidate)
+    found.sort(key=lambda c: (c.cost, len(c.flags), c.memory.total))
+    return [_offer(inputs, candidate) for candidate in found]
 
 
-def _flags_of(candidate: Candidate) -> set[str]:
-    return set(candidate.flags)
+def smallest_offer(inputs: MemoryInputs) -> Offer:
+    """Return the layout that needs the least memory: of those with the lowest estimate, the one with the most flags."""
+
+    def size(candidate: Candidate) -> tuple[float, int, int]:
+        return candidate.least, -len(candidate.flags), candidate.inputs.config.train.micro_batch_size
+
+    return _offer(inputs, min(layouts(inputs), key=size))
 
 
-def _techniques(candidate: Candidate) -> set[str]:
-    return {flag.split()[0] for flag in candidate.flags}
-
-
-def smallest(inputs: MemoryInputs) -> Candidate:
-    """Return the layout that needs the least memory. For each way to split the model, it has all techniques that save
-    memory."""
-    most: dict[tuple[Any, ...], tuple[tuple[int, int], Candidate]] = {}
-    for candidate in layouts(inputs):
-        config = candidate.inputs.config
-        split, batch = config.parallel, config.train.micro_batch_size
-        key = split.tensor_model_parallel_size, split.pipeline_model_parallel_size, config.pipeline_schedule(1).name
-        if key not in most or (len(candidate.flags), -batch) > most[key][0]:
-            most[key] = (len(candidate.flags), -batch), candidate
-    order = sorted((candidate for _, candidate in most.values()), key=lambda c: c.least)
-    least = order[0]
-    for candidate in order:
-        if candidate.least <= least.memory.total:
-            least = min(least, candidate, key=lambda c: (c.memory.total, c.cost))
-    return least
+def _offer(inputs: MemoryInputs, candidate: Candidate) -> Offer:
+    slower = (1 + candidate.cost) / (1 + cost(inputs, inputs.config.train.micro_batch_size)) - 1
+    return Offer(" ".join(candidate.flags), candidate.memory.total, round(slower, 4))
 
 
 def largest_micro_batch(inputs: MemoryInputs, budget: int) -> int:

@@ -12,15 +12,8 @@ from data_utils.command_line import plural
 from data_utils.files import machine_memory
 from megatron.gpt2.config import Config
 from megatron.gpt2.device import cgroup_folders
-from megatron.gpt2.extensions.plan.fit import Candidate, bubble, cheapest, cost, smallest
-from megatron.gpt2.extensions.plan.memory import (
-    CUDA_CONTEXT,
-    MemoryEstimate,
-    MemoryInputs,
-    estimate_kinds,
-    estimate_memory,
-    in_mb,
-)
+from megatron.gpt2.extensions.plan.fit import bubble, cheapest_offers, smallest_offer
+from megatron.gpt2.extensions.plan.memory import CUDA_CONTEXT, MemoryEstimate, MemoryInputs, estimate_memory, in_mb
 from megatron.gpt2.hooks import ExpectedMemory, Hook
 from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.setup import RunContext
@@ -56,7 +49,7 @@ class MemoryPlan(Hook):
         """Do nothing: the estimate reads the configuration of the trainer, which has the size of the vocabulary."""
 
     def expected_memory(self, trainer: Trainer) -> ExpectedMemory:
-        """Return the estimate by part, for a pipeline its bubble and stages, and a warning if the run will not fit."""
+        """Return the estimate by part, for a pipeline its bubble, and a warning if the run will not fit."""
         try:
             return expected_memory(trainer)
         except Exception as error:
@@ -92,7 +85,6 @@ def expected_memory(trainer: Trainer) -> ExpectedMemory:
     if inputs.stages > 1:
         idle = bubble(trainer.config, context.num_microbatches)
         rows.insert(0, ("pipeline", f"{idle:.0%} of a step idle if all layers are equally fast"))
-        rows += [("", f"{name}: {in_mb(of_stage.total)} MB") for name, of_stage in estimate_kinds(inputs).items()]
     shortage = memory_shortage(context, context.rank_info.local_world_size)
     peak = of_rank_0.allocated if context.device.type == "cuda" else of_rank_0.total
     return ExpectedMemory(rows, [f"WARNING: {shortage}"] if shortage else [], peak)
@@ -119,17 +111,11 @@ def format_parts(memory: MemoryEstimate) -> str:
 
 def suggest_changes(inputs: MemoryInputs, budget: int) -> str:
     """Describe the three cheapest changes that fit with a margin, or the smallest layout."""
-    now = cost(inputs, batch=inputs.config.train.micro_batch_size)
-
-    def offer(candidate: Candidate) -> str:
-        flags = " ".join(candidate.flags) or "the flags as they are"
-        return f"{flags} ({in_mb(candidate.memory.total)} MB, {max(candidate.relative_cost(now), 0.0):.0%} slower)"
-
-    if found := cheapest(inputs, int(MARGIN * budget), 3):
-        return "cheapest changes: " + "; ".join(map(offer, found))
+    if found := cheapest_offers(inputs, int(MARGIN * budget)):
+        return f"cheapest changes: {'; '.join(map(str, found))}"
     return (
-        f"no layout on {plural(inputs.world_size, 'rank')} fits; the smallest: "
-        f"{offer(smallest(inputs))}; use more ranks per model, or a smaller model"
+        f"no layout on {plural(inputs.world_size, 'rank')} fits; the smallest: {smallest_offer(inputs)}; "
+        "use more ranks per model, or a smaller model"
     )
 
 

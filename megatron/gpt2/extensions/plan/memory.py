@@ -21,8 +21,11 @@ import torch
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Release, Trace, trace_step
 
-# A model of at most this number of layers is traced as it is, which takes as long as traces of 3 and 4.
-MAX_TRACED_LAYERS = 8
+# A chunk of at most this number of layers is traced as it is, which takes as long as the traces of few layers.
+MAX_TRACED_LAYERS = 16
+FEW_LAYERS = (2, 4, 6)
+# Memory is a linear function of the number of layers if it deviates by less than this number of bytes.
+LINEAR_WITHIN = 1 << 20
 # A trace of few layers keeps this number of a line's allocations apart, at the start and the end of a phase.
 EDGE_COUNT = 4
 PARTS = (
@@ -87,9 +90,6 @@ class MemoryInputs:
     fixed: int
     keeps_freed: bool = False
     consumed_samples: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.config.model.vocab_size is not None
 
     @property
     def stages(self) -> int:
@@ -204,44 +204,56 @@ def with_batch_size(config: Config, global_batch_size: int) -> Config:
     return dataclasses.replace(config, train=train)
 
 
-def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float] | None:
-    """Return two small models with few layers, and x, so that the model has the memory of the second one plus x times
-    their difference. Return None if the model itself must be traced, because its chunks have few layers or different
-    numbers of layers."""
+def with_few_layers(inputs: MemoryInputs) -> tuple[list[MemoryInputs], float] | None:
+    """Return models with `FEW_LAYERS` layers in each chunk, times --recompute-num-layers, and x, so that the model has
+    the memory of the last one plus x times its difference to the one before. Return None if the model itself must be
+    traced, because its chunks have few layers or different numbers of layers."""
     config, parallel = inputs.config, inputs.config.parallel
     layers = config.layers_of_virtual_stages()
-    length, group = len(layers[0]), config.train.recompute_num_layers
-    counts = 3 * group, 4 * group
+    groups = len(layers[0]) / config.train.recompute_num_layers
     is_regular = len(set(map(len, layers))) == 1
     is_regular = is_regular and not (parallel.cpu_offloading_num_layers or parallel.checkpoint_in_cpu)
-    if not is_regular or length <= MAX_TRACED_LAYERS * group:
+    if not is_regular or groups <= MAX_TRACED_LAYERS:
         return None
-
-    def of(count: int) -> MemoryInputs:
+    few = []
+    for count in (number * config.train.recompute_num_layers for number in FEW_LAYERS):
         model = dataclasses.replace(config.model, num_layers=count * len(layers))
         of_chunk = count if parallel.num_layers_per_virtual_pipeline_stage else None
         split = dataclasses.replace(parallel, num_layers_per_virtual_pipeline_stage=of_chunk)
-        return dataclasses.replace(inputs, config=dataclasses.replace(config, model=model, parallel=split))
-
-    return of(counts[0]), of(counts[1]), (length - counts[1]) / group
+        few.append(dataclasses.replace(inputs, config=dataclasses.replace(config, model=model, parallel=split)))
+    return few, (groups - FEW_LAYERS[2]) / (FEW_LAYERS[2] - FEW_LAYERS[1])
 
 
 @functools.lru_cache(maxsize=4096)
 def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
     """Return the result of `traced_memory`. If all chunks of the model have equally many layers, few layers are
-    traced."""
-    counts = with_layers(inputs)
-    if counts is None:
+    traced. Moments at which memory is not a linear function of their number are left out: if layers share buckets, two
+    moments of one key may differ."""
+    found = with_few_layers(inputs)
+    if found is None:
         return traced_memory(inputs, stage)
-    few_layers, more_layers, steps = counts
-    few, more = traced_memory(few_layers, stage), traced_memory(more_layers, stage)
-    extended = {
-        key: {name: int(size + steps * (size - few[key][name])) for name, size in held.items()}
-        for key, held in more.items()
-        if key in few and key.order is not None
+    models, steps = found
+    fewest, fewer, few = (traced_memory(each, stage) for each in models)
+    return {
+        key: {name: int(size + steps * (size - fewer[key][name])) for name, size in held.items()}
+        for key, held in few.items()
+        if key.order is not None
+        and key in fewest
+        and key in fewer
+        and all(abs(held[part] - 2 * fewer[key][part] + fewest[key][part]) < LINEAR_WITHIN for part in PARTS)
     }
-    # If layers share buckets, two moments of one key may differ. Then some part often becomes negative.
-    return {key: held for key, held in extended.items() if min(held.values()) >= 0}
+
+
+def trace_stage(inputs: MemoryInputs, stage: int, num_microbatches: int) -> Trace:
+    """Trace a step of `num_microbatches` micro-batches on the first rank of `stage`."""
+    samples = inputs.config.train.micro_batch_size * inputs.data_parallel_size * num_microbatches
+    return trace_step(
+        with_batch_size(inputs.config, samples),
+        rank=stage * (inputs.world_size // inputs.stages),
+        world_size=inputs.world_size,
+        device=inputs.device,
+        dtype=inputs.dtype,
+    )
 
 
 def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
@@ -249,14 +261,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
     a moment several times, the result is the one with the most bytes."""
     config, m, p = inputs.config, inputs.num_microbatches, inputs.stages
     traced = m if m <= 3 * p or config.parallel.exact_layouts is not None else 2 * p + m % p
-    samples = config.train.micro_batch_size * inputs.data_parallel_size
-    trace = trace_step(
-        with_batch_size(config, samples * traced),
-        rank=stage * (inputs.world_size // p),
-        world_size=inputs.world_size,
-        device=inputs.device,
-        dtype=inputs.dtype,
-    )
+    trace = trace_stage(inputs, stage, traced)
     left_out = (m - traced) * config.train.micro_batch_size * config.data.seq_length * BATCH_BYTES_PER_TOKEN
     now = dict.fromkeys((*PARTS, "host"), 0) | {
         "weights": trace.weights,
@@ -338,22 +343,6 @@ def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEst
         largest = {layers.index(max(layers)), 0, inputs.stages - 1}
         return max((estimate_memory(inputs, each) for each in largest), key=lambda memory: memory.total)
     return _largest(inputs, stage, stage_memory(inputs, stage))
-
-
-def estimate_stages(inputs: MemoryInputs) -> list[MemoryEstimate]:
-    """Estimate the memory of each stage of the pipeline."""
-    return [estimate_memory(inputs, stage) for stage in range(inputs.stages)]
-
-
-def estimate_kinds(inputs: MemoryInputs) -> dict[str, MemoryEstimate]:
-    """Estimate the memory of the first stage, of the largest stage between, and of the last stage, by name."""
-    last, layers = inputs.stages - 1, [len(layers) for layers in inputs.config.layers_of_virtual_stages()]
-    found = {"stage 0": estimate_memory(inputs, 0)}
-    if between := range(1, last):  # of stages with equally many layers, the first one keeps the most micro-batches
-        largest = max(between, key=layers.__getitem__)
-        name = "stage 1" if last == 2 else f"stages 1 to {last - 1}, at most"
-        found[name] = estimate_memory(inputs, largest)
-    return found | {f"stage {last}": estimate_memory(inputs, last)}
 
 
 def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[PointInStep, Held]) -> MemoryEstimate:

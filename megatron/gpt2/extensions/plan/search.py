@@ -6,13 +6,8 @@ left out. From the fastest on, `memory.py` decides which layouts fit, and `simul
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.cluster import Cluster
 from megatron.gpt2.extensions.plan.fit import Candidate, layouts
 from megatron.gpt2.extensions.plan.memory import MemoryInputs
@@ -28,50 +23,35 @@ TRIES = 4  # At most this number of layouts is tried for each one that is return
 DAY = 86400.0
 
 
-def quick_seconds(config: Config, cluster: Cluster, candidates: Sequence[Candidate]) -> np.ndarray:
-    """Return the time of a step of each layout, computed with the formulas."""
-    seconds = np.zeros(len(candidates))
-    groups = defaultdict[Any, list[int]](list)
-    for number, candidate in enumerate(candidates):
-        groups[_software(candidate.inputs.config)].append(number)
-    for (recompute, sequence, sharded, per_micro_batch), chosen in groups.items():
-        of = [candidates[number].inputs for number in chosen]
-        pipeline, micro_batches = np.array([x.stages for x in of]), np.array([x.num_microbatches for x in of])
-        chunks = np.array([x.config.num_model_chunks for x in of])
-        software = dataclasses.replace(
-            PROGRAM, recompute=recompute, sequence_parallel=sequence, sharded_optimizer=sharded
-        )
-        parts = step_parts(
-            cluster,
-            software,
-            Layouts(
-                global_batch=config.train.global_batch_size,
-                micro_batch=np.array([x.config.train.micro_batch_size for x in of]),
-                hidden_size=config.model.hidden_size,
-                attention_heads=config.model.num_attention_heads,
-                layers=config.model.num_layers,
-                sequence_length=config.data.seq_length,
-                tensor_parallel=np.array([x.config.parallel.tensor_model_parallel_size for x in of]),
-                data_parallel=np.array([x.data_parallel_size for x in of]),
-                pipeline_parallel=pipeline,
-                num_model_chunks=chunks,
-            ),
-        )
-        zero_bubble = np.array([x.config.parallel.pipeline_schedule == "zero-bubble" for x in of])
-        parts["bubble"] = parts["bubble"] * np.where(zero_bubble, ZERO_BUBBLE, 1)
-        # Interleaved chunks wait for whole groups of micro-batches.
-        missing = -micro_batches % pipeline / micro_batches
-        parts["bubble"] += np.where(chunks > 1, missing * (parts["layers"] + parts["tensor_parallel"]), 0)
-        if per_micro_batch:
-            parts["data_parallel"] = parts["data_parallel"] * micro_batches
-        seconds[chosen] = np.sum(list(parts.values()), axis=0)
-    return seconds
-
-
-def _software(config: Config) -> tuple[str, bool, bool, bool]:
-    parallel = config.parallel
-    sharding = parallel.use_distributed_optimizer, parallel.shard_gradients
-    return config.train.recompute_granularity, parallel.sequence_parallel, *sharding
+def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
+    """Return the time of a step, computed with the formulas."""
+    config, parallel, m = inputs.config, inputs.config.parallel, inputs.num_microbatches
+    software = dataclasses.replace(
+        PROGRAM,
+        recompute=config.train.recompute_granularity,
+        sequence_parallel=parallel.sequence_parallel,
+        sharded_optimizer=parallel.use_distributed_optimizer,
+    )
+    layout = Layouts(
+        global_batch=m * config.train.micro_batch_size * inputs.data_parallel_size,
+        micro_batch=config.train.micro_batch_size,
+        hidden_size=config.model.hidden_size,
+        attention_heads=config.model.num_attention_heads,
+        layers=config.model.num_layers,
+        sequence_length=config.data.seq_length,
+        tensor_parallel=parallel.tensor_model_parallel_size,
+        data_parallel=inputs.data_parallel_size,
+        pipeline_parallel=inputs.stages,
+        num_model_chunks=config.num_model_chunks,
+    )
+    parts = step_parts(cluster, software, layout)
+    if parallel.pipeline_schedule == "zero-bubble":
+        parts["bubble"] *= ZERO_BUBBLE
+    elif config.num_model_chunks > 1:  # Chunks wait for whole groups of micro-batches.
+        parts["bubble"] += -m % inputs.stages / m * (parts["layers"] + parts["tensor_parallel"])
+    if parallel.shard_gradients:
+        parts["data_parallel"] *= m
+    return float(sum(parts.values()))
 
 
 def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> list[tuple[Candidate, StepTime]]:
@@ -87,21 +67,12 @@ def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> l
             f"no layout on {inputs.world_size} ranks fits: use more ranks (--ranks), or a --global-batch-size that they"
             " can share"
         )
-    order = np.argsort(quick_seconds(inputs.config, cluster, candidates), kind="stable")
     found: dict[tuple[Any, ...], tuple[Candidate, StepTime]] = {}
     tries = 0
-    for candidate in (candidates[number] for number in order):
+    for candidate in sorted(candidates, key=lambda each: quick_seconds(each.inputs, cluster)):
         made = candidate.inputs
-        parallel = made.config.parallel
-        key = (
-            *(
-                parallel.tensor_model_parallel_size,
-                made.stages,
-                made.config.num_model_chunks,
-                parallel.pipeline_schedule,
-            ),
-            made.config.train.micro_batch_size,
-        )
+        size, schedule = made.config.parallel.tensor_model_parallel_size, made.config.parallel.pipeline_schedule
+        key = size, made.stages, made.config.num_model_chunks, schedule, made.config.train.micro_batch_size
         if key in found:
             continue
         if len(found) == count or tries == TRIES * count:

@@ -23,7 +23,6 @@ from typing import Any
 from data_utils.command_line import Parser, plural, require
 from megatron.gpt2.extensions.plan.cluster import read_cluster
 from megatron.gpt2.extensions.plan.command import planned_config, planned_inputs
-from megatron.gpt2.extensions.plan.memory import MemoryInputs
 from megatron.gpt2.extensions.plan.simulate import QueueSpan, simulate
 
 PAGE = Path(__file__).with_name("page.html")
@@ -40,16 +39,6 @@ def page(about: str, ranks: Sequence[int], spans: Sequence[QueueSpan]) -> str:
     ]
     data = json.dumps({"about": about, "ranks": ranks, "spans": rows})
     return PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"))
-
-
-def describe(inputs: MemoryInputs, cluster: str) -> str:
-    """Describe a modelled step."""
-    parallel = inputs.config.parallel
-    return (
-        f"Modelled: {plural(inputs.world_size, 'rank')} of {cluster}: tensor {parallel.tensor_model_parallel_size} "
-        f"× pipeline {inputs.stages} × data {inputs.data_parallel_size}, {inputs.num_microbatches} micro-batches. "
-        "The lanes are those of the first rank of each stage; the other ranks of a stage do the same."
-    )
 
 
 def measured_spans(number: int, trace: dict[str, Any], start: float) -> Iterator[QueueSpan]:
@@ -93,7 +82,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs = planned_inputs(planned_config(rest), chosen.ranks)
         spans = list(simulate(inputs, cluster, record=True).spans)
         ranks = list(range(0, inputs.world_size, inputs.world_size // inputs.stages))
-        about, how = describe(inputs, chosen.cluster), "modelled"
+        sizes = inputs.config.parallel.tensor_model_parallel_size, inputs.stages, inputs.data_parallel_size
+        about = (
+            f"Modelled: {plural(inputs.world_size, 'rank')} of {chosen.cluster}, tensor × pipeline × data parallel "
+            f"{' × '.join(map(str, sizes))}, {inputs.num_microbatches} micro-batches. The lanes are those of the first "
+            "rank of each stage; the other ranks of a stage do the same."
+        )
+        how = "modelled"
     chosen.output.write_text(page(about, ranks, spans), encoding="utf-8")
     seconds = max(span.end for span in spans)
     print(f"{chosen.output}: {seconds:.4g} s ({how}), {len(spans):,} kernels, collectives and messages")

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.gpt2.extensions.plan.cluster import Cluster
-from megatron.gpt2.extensions.plan.memory import MemoryInputs, with_batch_size, with_layers
+from megatron.gpt2.extensions.plan.memory import MemoryInputs, trace_stage, with_few_layers
 from megatron.gpt2.extensions.plan.process_group import Wait
-from megatron.gpt2.extensions.plan.trace import Communication, Event, Mark, Operation, trace_step
+from megatron.gpt2.extensions.plan.trace import Communication, Event, Mark, Operation
 from megatron.gpt2.pipeline.p2p_schedule import P2PMessage, build_p2p_schedule, input_message
 from megatron.gpt2.pipeline.schedule import Action, Kind
 
@@ -125,18 +125,11 @@ def kernel_seconds(cluster: Cluster, event: Operation) -> float:
     return event.times * float(seconds + cluster.kernel)
 
 
-class Groups(NamedTuple):
-    """The layout of the ranks: tensor-parallel size, data-parallel size, and ranks of a stage."""
-
-    tensor: int
-    data: int
-
-    def kind(self, ranks: Sequence[int]) -> str:
-        """Return the kind of a communicator."""
-        stride = ranks[1] - ranks[0]
-        if len(ranks) == self.tensor and stride == 1:
-            return "tensor"
-        return "data" if len(ranks) == self.data and stride == self.tensor else "other"
+def kind_of_group(inputs: MemoryInputs, ranks: Sequence[int]) -> str:
+    """Return the kind of a communicator."""
+    size_and_stride, tensor = (len(ranks), ranks[1] - ranks[0]), inputs.config.parallel.tensor_model_parallel_size
+    kinds = {(inputs.data_parallel_size, tensor): "data", (tensor, 1): "tensor"}
+    return kinds.get(size_and_stride, "other")
 
 
 def collective_seconds(cluster: Cluster, event: Communication, kind: str) -> tuple[float, float]:
@@ -150,7 +143,7 @@ def collective_seconds(cluster: Cluster, event: Communication, kind: str) -> tup
     return whole if event.name == "all_reduce" else whole / 2, 0.0
 
 
-def _jobs(cluster: Cluster, groups: Groups, events: Sequence[Event]) -> list[Job]:
+def _jobs(inputs: MemoryInputs, cluster: Cluster, events: Sequence[Event]) -> list[Job]:
     seconds = functools.lru_cache(maxsize=None)(lambda event: kernel_seconds(cluster, event))
     jobs = []
     for event in events:
@@ -158,7 +151,7 @@ def _jobs(cluster: Cluster, groups: Groups, events: Sequence[Event]) -> list[Job
             shapes = " × ".join(map(str, map(list, event.shapes[:3])))
             jobs.append(Job("compute", event.name, seconds(event), -1, (), f"{shapes} {event.place}"))
         elif isinstance(event, Communication) and event.name not in ("send", "recv") and len(event.ranks) > 1:
-            kind = groups.kind(event.ranks)
+            kind = kind_of_group(inputs, event.ranks)
             text = f"{event.size:,} bytes, {len(event.ranks)} ranks {event.place}"
             time, busy = collective_seconds(cluster, event, kind)
             jobs.append(Job(kind, event.name, time, event.number, event.ranks, text, busy))
@@ -169,28 +162,16 @@ def _jobs(cluster: Cluster, groups: Groups, events: Sequence[Event]) -> list[Job
 
 def stage_jobs(inputs: MemoryInputs, cluster: Cluster, stage: int) -> StageJobs:
     """Trace one or two micro-batches of the first rank of `stage`, and cut the trace into actions."""
-    config, p = inputs.config, inputs.stages
     count = min(2, inputs.num_microbatches)
-    samples = config.train.micro_batch_size * inputs.data_parallel_size * count
-    trace = trace_step(
-        with_batch_size(config, samples),
-        rank=stage * (inputs.world_size // p),
-        world_size=inputs.world_size,
-        device=inputs.device,
-        dtype=inputs.dtype,
-    )
     pieces: list[list[Event]] = [[]]
-    for event in trace.events:
+    for event in trace_stage(inputs, stage, count).events:
         if isinstance(event, Mark) and event.phase in ("forward", "backward") and not event.ends:
             pieces.append([])
         pieces[-1].append(event)
-    last = max(
-        number for number, event in enumerate(pieces[-1]) if isinstance(event, Mark) and event.phase == "backward"
-    )
-    pieces[-1:] = pieces[-1][:last], pieces[-1][last:]
-    groups = Groups(config.parallel.tensor_model_parallel_size, inputs.data_parallel_size)
-    before, *actions, after = (_jobs(cluster, groups, piece) for piece in pieces)
-    schedule = config.pipeline_schedule(count)
+    end = pieces[-1].index(Mark("backward", ends=True))
+    pieces[-1:] = pieces[-1][:end], pieces[-1][end:]
+    before, *actions, after = (_jobs(inputs, cluster, piece) for piece in pieces)
+    schedule = inputs.config.pipeline_schedule(count)
     return StageJobs(
         before,
         {
@@ -281,11 +262,11 @@ def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) ->
 
     record: whether to simulate all layers and micro-batches, and to keep the spans of all stages.
     """
-    counts = None if record else with_layers(inputs)
-    if counts is None:
+    found = None if record else with_few_layers(inputs)
+    if found is None:
         return _simulate(inputs, cluster, record)
-    few, more, steps = counts
-    return _simulate(more, cluster, False).extended(_simulate(few, cluster, False), steps)
+    (_, fewer, few), steps = found
+    return _simulate(few, cluster, False).extended(_simulate(fewer, cluster, False), steps)
 
 
 def _simulate(inputs: MemoryInputs, cluster: Cluster, record: bool) -> StepTime:

@@ -15,6 +15,7 @@ choice of the attention kernel.
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import types
 import weakref
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.ranks import RankInfo
@@ -42,6 +44,7 @@ from megatron.gpt2.train.train_state import Progress, build_train_state
 from megatron.gpt2.train.train_step import train_step
 from mpu import kernels, random
 from mpu.kernels import attention
+from mpu.kernels.triton_kernel import TritonKernel
 
 ROOT, PLAN_FOLDER = str(Path(__file__).resolve().parents[4]), str(Path(__file__).resolve().parent)
 ROUNDING = {"cuda": 512, "cpu": 64}  # The size of an allocation is a multiple of this number of bytes.
@@ -54,29 +57,25 @@ class Operation(NamedTuple):
     name: torch's name of the operator, such as "mm".
     shapes: the shapes of its tensors.
     read, written: number of bytes.
-    phase: the timer of the program that runs, such as "forward", or "".
     place: file and line of the program, or "autograd".
     times: how often in a row the program runs this operator.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
     read: int
     written: int
-    phase: str
     place: str
     times: float = 1.0
 
 
 class Communication(NamedTuple):
-    """The start of a collective or of a message: the fields of `Call`, then the phase and the line of the program."""
+    """The start of a collective or of a message: the fields of `Call`, then the line of the program."""
 
     number: int
     name: str
     ranks: tuple[int, ...]
     size: int
-    phase: str
     place: str
 
 
@@ -85,6 +84,7 @@ class Allocation(NamedTuple):
 
     block: the number of the block.
     device: cuda or cpu.
+    phase: the timer of the program that runs, such as "forward", or "".
     """
 
     block: int
@@ -218,34 +218,25 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
         _elementwise(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in qkv[:3]
     ),
 }
-# No kernel runs these operators: they are allocations, or views whose schema does not say so.
-NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh"}
-
-
-class _Layout(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_Layout":
-        return cls(tuple(x.shape), x.stride(), x.dtype)
-
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
-
-
-def _map(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `function` to each object of type `kind` in nested lists, which become tuples."""
-    if isinstance(value, kind):
-        return function(value)
-    return tuple(_map(kind, function, item) for item in value) if isinstance(value, list | tuple) else value
+# These operators allocate memory and run no kernel.
+NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map(Tensor, found.append, value)
-    return found
+    if isinstance(value, list | tuple):
+        return [x for part in value for x in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+@functools.cache
+def _schema(func: Any) -> tuple[str, bool, list[tuple[int, str]], int]:
+    """Return the name of an operator, whether its result is a view, the positions and names of the arguments that it
+    writes to, and the number of its results."""
+    schema = func._schema
+    aliases = [(at, a.name, a.alias_info) for at, a in enumerate(schema.arguments) if a.alias_info is not None]
+    writes, name = [(at, name) for at, name, alias in aliases if alias.is_write], schema.name.split("::")[1]
+    is_view = bool(aliases) and not writes or name == "_unsafe_view"  # The schema of this view does not say so.
+    return name, is_view, writes, len(schema.returns)
 
 
 class Recorder(TorchDispatchMode):
@@ -258,9 +249,10 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.device, self.events, self.phase = device, list[Event](), ""
         self._blocks: dict[int, tuple[int, str]] = {}  # the number and the device of each storage
-        self._shapes: dict[Any, Any] = {}
+        self._outputs: dict[Any, Any] = {}  # by operator and arguments
         self._count = 0
         self._inside = False  # An operator runs, which must see the device "meta".
+        self._in_kernel = False
         self.times = 1.0  # `Operation.times` of the next operators
 
     @classmethod
@@ -299,56 +291,63 @@ class Recorder(TorchDispatchMode):
         self.events.append(Release(self._blocks.pop(key)[0]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, is_view, writes, returns = _schema(func)
+        if is_view:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        name = func._schema.name.split("::")[1]
         given = _tensors((*args, *kwargs.values()))
         asked = kwargs.get("device")
         if given and not any(map(_is_meta, given)) and (asked is None or asked.type != self.device):
             return func(*args, **kwargs)  # A real tensor, such as a generator's state or a lookup table, is not traced.
         if name in ("_local_scalar_dense", "is_nonzero"):
             return 1
-        device = (
-            asked.type
-            if asked is not None and asked.type != "meta"
-            else self.device_of(given[0]).type
-            if given
-            else "cpu"
-        )
-        is_there = asked is not None and device == self.device_of(args[0]).type if name == "_to_copy" else False
-        if is_there and kwargs.get("dtype") in (None, args[0].dtype):
+        there = self.device_of(given[0]).type if given else "cpu"
+        device = there if asked is None or asked.type == "meta" else asked.type
+        if (
+            name == "_to_copy"
+            and asked is not None
+            and device == there
+            and kwargs.get("dtype") in (None, args[0].dtype)
+        ):
             return args[0].detach()  # The call is x.to(device), and torch sees the device "meta".
         kwargs.pop("pin_memory", None)
         if asked is not None:
             kwargs["device"] = META
         if not all(map(_is_meta, given)):
-            args = _map(Tensor, _to_meta, args)
-            kwargs = {key: _map(Tensor, _to_meta, value) for key, value in kwargs.items()}
-        returns = func._schema.returns
-        written = _written(func, args, kwargs)
-        if written and name not in ("set_", "resize_"):
-            out = None if not returns else written[0] if len(returns) == 1 else tuple(written)
-        elif any(value.alias_info is not None for value in returns):
+            args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
+        written = [x for at, key in writes for x in _tensors(args[at] if at < len(args) else kwargs.get(key))]
+        if name in ("set_", "resize_"):
             out = self._run(func, args, kwargs)
+        elif written:
+            out = None if not returns else written[0] if returns == 1 else tuple(written)
+        elif name in OUTPUTS:
+            out = self._run(OUTPUTS[name], args, kwargs)
         else:
-            out = self._infer(name, func, args, kwargs)
-        made = _tensors(out) if not written else []
-        for x in made:
+            out = self._infer(func, args, kwargs)
+        if not self._in_kernel:
+            self._record(name, given, written, out, device)
+        return out
+
+    def _record(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor], out: Any, device: str) -> None:
+        """Record an operator, with the tensors that it gets, writes to, and returns."""
+        for x in () if written else _tensors(out):
             self.add(x, device)
-        is_view = not written and any(value.alias_info is not None for value in returns)
-        if not is_view and name not in NO_KERNEL:
-            tensors = [*given, *made]
-            self.events.append(
-                Operation(
-                    name,
-                    tuple(tuple(x.shape) for x in given),
-                    tensors[0].dtype if tensors else torch.float32,
-                    sum(x.nbytes for x in given),
-                    sum(x.nbytes for x in (written or made)),
-                    self.phase,
-                    place(),
-                    self.times,
-                )
-            )
+        if name not in NO_KERNEL:
+            shapes = tuple(tuple(x.shape) for x in given)
+            read, wrote = (sum(x.nbytes for x in tensors) for tensors in (given, written or _tensors(out)))
+            self.events.append(Operation(name, shapes, read, wrote, place(), self.times))
+
+    def call_kernel(self, kernel: TritonKernel, *args: Any) -> Any:
+        """Record a kernel for GPUs as one operator, without those of the function that returns its shapes. A call of
+        the custom operator would load torch's compiler."""
+        given = _tensors(args)
+        if not given[0].is_cuda:
+            return kernel.reference(*args)
+        self._in_kernel = True
+        with torch.no_grad():
+            out = kernel.fake(*args)
+        self._in_kernel = False
+        self._record(kernel.name, given, _tensors([args[index] for index in kernel.written]), out, self.device)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -358,42 +357,33 @@ class Recorder(TorchDispatchMode):
         finally:
             self._inside = False
 
-    def _infer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return new tensors with the shapes and dtypes of the outputs. For equal arguments the shapes are computed
-        once."""
-        if name in OUTPUTS:
-            return self._run(OUTPUTS[name], args, kwargs)
-        key = func, _map(Tensor, _Layout.of, args), _map(Tensor, _Layout.of, tuple(kwargs.items()))
-        if key not in self._shapes:
-            out = self._run(func, args, kwargs)
-            self._shapes[key] = _map(Tensor, _Layout.of, out)
-            return out
-        return _map(_Layout, _Layout.empty, self._shapes[key])
+    def _infer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return new tensors like the outputs, which torch computes once for equal arguments."""
+        values = (_layout(x) if isinstance(x, Tensor) else x for x in tree_leaves((args, kwargs)))
+        key = func, *kwargs, *values
+        if key not in self._outputs:
+            self._outputs[key] = self._run(func, args, kwargs)
+        return tree_map_only(Tensor, _empty, self._outputs[key])
 
     def report(self, call: Call | Wait) -> None:
         """Record a call or a wait of the process groups."""
-        self.events.append(Communication(*call, self.phase, place()) if isinstance(call, Call) else call)
+        self.events.append(Communication(*call, place()) if isinstance(call, Call) else call)
 
 
 def _is_meta(x: Tensor) -> bool:
     return bool(torch._C.TensorBase.is_meta.__get__(x))  # type: ignore[attr-defined]
 
 
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+
+
 def _to_meta(x: Tensor) -> Tensor:
-    return x if _is_meta(x) else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that the operator writes to."""
-    if not func._schema.is_mutable:
-        return []
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    return [
-        x
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for x in _tensors(named.get(argument.name))
-    ]
+    return x if _is_meta(x) else _empty(x)
 
 
 def place() -> str:
@@ -501,6 +491,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
         stream = mock.MagicMock()
         names = ("Event", "Stream", "current_stream", "stream", "synchronize", "_lazy_init")
         replaced.append((torch.cuda, {**dict.fromkeys(names, stream), "_initialized": False}))
+        replaced.append((TritonKernel, {"__call__": lambda kernel, *args: recorder.call_kernel(kernel, *args)}))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for target, values in replaced:
@@ -510,9 +501,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
         yield
 
 
-def trace_step(
-    config: Config, *, rank: int, world_size: int, device: str, dtype: torch.dtype, consumed_samples: int = 0
-) -> Trace:
+def trace_step(config: Config, *, rank: int, world_size: int, device: str, dtype: torch.dtype) -> Trace:
     """Run one step of `rank` and return what it did.
 
     config: must have the vocabulary size.
@@ -533,9 +522,9 @@ def trace_step(
         tokenizer=types.SimpleNamespace(eod=0),  # type: ignore[arg-type]
         splits=None,  # type: ignore[arg-type]
         source=None,
-        batch_schedule=config.batch_schedule(world_size, consumed_samples),
+        batch_schedule=config.batch_schedule(world_size),
         train_iters=1,
-        resume_metadata={"consumed_samples": consumed_samples},
+        resume_metadata={"consumed_samples": 0},
         hooks=hooks,
     )
     recorder = Recorder(device)
