@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # A curve has at most this number of points. More points are averaged, with a band from minimum to maximum.
 POINTS = 320
+FEW = 40  # The points of a curve with fewer points are marked.
 GREY = "#7d8793"  # This colour is readable on a light and on a dark page.
 BLUE, ORANGE, GREEN = "#3568a8", "#d1642e", "#5b7f3b"
 
@@ -31,13 +32,11 @@ class Curve:
 
     points: (iteration, value), sorted.
     colour: a colour of matplotlib.
-    dots: mark each point.
     """
 
     label: str
     colour: str
     points: Points
-    dots: bool = False
 
 
 def curve_points(records: Sequence[dict[str, Any]], key: str, split: str | None = None) -> list[tuple[int, float]]:
@@ -53,27 +52,23 @@ def loss_curves(records: Sequence[dict[str, Any]]) -> list[Curve]:
     """Return the curves of training and validation loss."""
     return [
         Curve("training", BLUE, curve_points(records, "lm_loss")),
-        Curve("validation", ORANGE, curve_points(records, "lm_loss", "valid"), dots=True),
+        Curve("validation", ORANGE, curve_points(records, "lm_loss", "valid")),
     ]
 
 
-def draw_figure(panels: dict[str, list[Curve]], columns: int = 1) -> Figure:
-    """Draw a panel for each title: the first one over the full width, the others below it in `columns`.
-
-    Raises ImportError if matplotlib is not installed."""
+def draw_figure(panels: dict[str, list[Curve]]) -> Figure:
+    """Draw a panel for each title, below each other. Raises ImportError if matplotlib is not installed."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # matplotlib then prints no message about its font cache.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    first, *others = panels
-    others += ["."] * (-len(others) % columns)  # The panels "." stay empty.
-    rows: Any = [[first] * columns, *(others[start : start + columns] for start in range(0, len(others), columns))]
-    heights = [3.8] + [2.2] * (len(rows) - 1)
-    figure = Figure(figsize=(8 if columns == 1 else 10, sum(heights)), dpi=120)
+    heights = [3.8, *[2.2] * (len(panels) - 1)]
+    figure = Figure(figsize=(8, sum(heights)), dpi=120)
     # A constrained layout would take most of the drawing time.
-    figure.subplots_adjust(left=0.09, right=0.98, bottom=0.08, top=0.94, hspace=0.45, wspace=0.2)
-    for title, axes in figure.subplot_mosaic(rows, height_ratios=heights).items():
-        for curve in panels[title]:
+    figure.subplots_adjust(left=0.09, right=0.98, bottom=0.05, top=0.96, hspace=0.45)
+    rows = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, curves) in zip(rows, panels.items(), strict=True):
+        for curve in curves:
             if curve.points:
                 _draw_curve(axes, curve)
         if len(axes.lines) > 1:
@@ -90,7 +85,7 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
     starts = np.arange(0, len(x), -(-len(x) // POINTS))
     sizes = np.diff(starts, append=len(x))
     ends = x[starts + sizes - 1]
-    marker = "o" if curve.dots or len(ends) == 1 else None
+    marker = "o" if len(ends) < FEW else None
     means = np.add.reduceat(y, starts) / sizes
     axes.plot(ends, means, color=curve.colour, linewidth=1.4, marker=marker, markersize=4, label=curve.label)
     if len(ends) < len(x):
@@ -106,7 +101,7 @@ def as_svg(panels: dict[str, list[Curve]]) -> str:
     grey: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
     with matplotlib.rc_context({**grey, "svg.fonttype": "none", "svg.hashsalt": "curves"}):
         file = io.StringIO()
-        draw_figure(panels, columns=2).savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        draw_figure(panels).savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.DOTALL)
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)

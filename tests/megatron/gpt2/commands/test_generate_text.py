@@ -97,14 +97,6 @@ def test_no_character_is_lost_in_other_encodings(run: Any, monkeypatch: pytest.M
     assert json.loads(out.buffer.getvalue())["prompt"] == "é ☃"
 
 
-def test_new_documents(run: Any, tmp_path: Path) -> None:
-    file = tmp_path / "samples.jsonl"
-    run("--num-samples", "5", "--genfile", str(file), "--batch-size", "2")
-    entries = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(entries) == 5 and len({entry["text"] for entry in entries}) > 1
-    assert run("--num-samples", "5", "--batch-size", "5")[0] == file.read_text()
-
-
 @pytest.mark.parametrize(
     "flags, named",
     {
@@ -124,18 +116,6 @@ def test_new_documents(run: Any, tmp_path: Path) -> None:
 def test_bad_input_is_one_line(run: Any, flags: str, named: str) -> None:
     out, err = run("--top-k", "3", *flags.split(), code=2)
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and named in err
-
-
-def test_a_command_line_of_2019(run: Any) -> None:
-    line = (
-        "--model-parallel-size 1 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
-        "--max-position-embeddings 1024 --tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache "
-        "--seq-length 1024 --out-seq-length 4 --temperature 1.0 --top_k 0 --top_p 0.9 --recompute --num-samples 2 "
-        "--precision fp32"
-    )
-    out, err = run(*line.split())
-    assert out.count("\n") == 2
-    assert "--num-layers" in err and "not needed here" in err and err.count("\n") == 1
 
 
 def run_with_input(run: Any, monkeypatch: pytest.MonkeyPatch, data: bytes) -> tuple[str, str]:

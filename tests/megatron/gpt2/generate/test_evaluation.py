@@ -191,10 +191,6 @@ def test_program(
     manifest = (folder / "save" / f"iter_{ITERATIONS:07d}" / "manifest.json").read_bytes()
     assert result["manifest_sha256"].encode() in manifest[-80:]
 
-    # Megatron's command line of 2020 for LAMBADA, and one without --task for any text
-    line = f"--task LAMBADA --load {folder}/save --valid_data {folder}/lambada.jsonl --strict-lambada"
-    assert main([*line.split(), *shape]) == 0
-    assert f"{alone[3]['accuracy']:,.6f}" in capsys.readouterr().out
     assert main(["--load", str(folder / "save"), "--valid-data", str(folder / "some.jsonl"), "--device", "cpu"]) == 0
     out, error = capsys.readouterr()
     assert f"{alone[4]['bits_per_byte']:,.6f}" in out

@@ -192,15 +192,6 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         "hang in data loading",
         r"^rank 2 did not reach .* at data_utils/samplers.py:150",
     ),
-    "a hang in a collective": (
-        [
-            rank_incident(0, 30, "hang", "is at megatron/gpt2/train/train_step.py:30", stack=STACK_OF_STEP),
-            rank_incident(1, 30, "hang", "waits in all_reduce", stack=[]),
-            rank_incident(1, 31, "hang", "ranks 1 and 3 wait for ranks 0 and 2", ranks=[0, 2], found_by=1),
-        ],
-        "hang",
-        r"^ranks 0 and 2 did not reach .* at megatron/gpt2/train/train_step.py:30",
-    ),
     "NaN in the gradients": (
         [
             rank_incident(0, 9, "not finite", "the step is skipped", iteration=640),
@@ -242,16 +233,6 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         ],
         "lost node",
         r"^ranks 2-3 on node002 stopped responding",
-    ),
-    "a lost link": (
-        [
-            ranks_lost(0, 30, [2, 3], 30.0),
-            ranks_lost(1, 30, [2, 3], 30.0),
-            ranks_lost(2, 30, [0, 1], 30.0),
-            ranks_lost(3, 30, [0, 1], 30.0),
-        ],
-        "lost link",
-        "^ranks 0-3 lost each other",
     ),
     "a rank that is cut off from the others and the store": (
         [

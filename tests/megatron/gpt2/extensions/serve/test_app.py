@@ -25,6 +25,7 @@ from megatron.gpt2.generate.generation import GeneratedToken, GenerationRequest,
 from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import needs
+from tests.megatron.gpt2.dist.started_ranks import wait_until
 from tests.megatron.gpt2.generate.test_generation import CONFIG, TOKENIZER, CountingGenerator, endless
 
 if TYPE_CHECKING:
@@ -84,10 +85,7 @@ class RunningServer:
 
     def wait_until(self, texts: int) -> None:
         """Wait until this number of texts is running or waiting. 0 shows that abandoned texts were cancelled."""
-        deadline = time.monotonic() + 240
-        while (found := self.send("GET", "/health")[1]["texts"]) != texts:
-            assert time.monotonic() < deadline, f"{found} texts are running or waiting, not {texts}"
-            time.sleep(0.01)
+        wait_until(lambda: self.send("GET", "/health")[1]["texts"] == texts)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from megatron.gpt2.generate.generation import GenerationRequest, generate
 from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import ROOT, needs
+from tests.megatron.gpt2.dist.started_ranks import wait_until
 from tests.megatron.gpt2.generate.test_generation import CONFIG, save
 
 pytestmark = [needs("starlette", "uvicorn", extra="serve"), needs("openai", extra="dev")]
@@ -51,42 +51,33 @@ def generate_texts(prompts: list[str], **settings: Any) -> list[str]:
 
 
 class ServerProcess:
-    """The server in a separate process.
-
-    said: its standard error.
-    """
+    """The server in a separate process."""
 
     def __init__(self, saved: Path, *flags: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, PROGRAM, "--load", saved, *"--device cpu --precision fp32 --port 0".split(), *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        )
-        self.said = ""
-        assert self.process.stderr
-        self._reader = threading.Thread(target=self._read, args=[self.process.stderr])
-        self._reader.start()
-        deadline = time.monotonic() + 240
-        while "Ctrl-C" not in self.said:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said
-            time.sleep(0.05)
+        self._output = saved.parent / f"server_{time.monotonic_ns()}"
+        with self._output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, PROGRAM, "--load", saved, *"--device cpu --precision fp32 --port 0".split(), *flags],
+                stderr=file,
+                start_new_session=True,
+                env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+            )
+        wait_until(lambda: "Ctrl-C" in self.said or self.process.poll() is not None)
         self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
         import openai  # imported here, because it is slow and most test processes do not need it
 
         self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
 
-    def _read(self, lines: Any) -> None:
-        for line in lines:
-            self.said += line
+    @property
+    def said(self) -> str:
+        """The standard error of all ranks."""
+        return self._output.read_text()
 
     def end(self, number: int) -> None:
         """End the server by a signal to all of its processes, as a terminal does."""
         os.killpg(self.process.pid, number)
         assert self.process.wait(240) == 0
-        self._reader.join(60)  # Every rank has closed the pipe.
-        assert not self._reader.is_alive() and self.said.endswith("stopped\n") and "Traceback" not in self.said
+        assert self.said.endswith("stopped\n") and "Traceback" not in self.said
 
     def __enter__(self) -> ServerProcess:
         return self

@@ -175,12 +175,6 @@ def test_muon_is_the_same_in_each_layout(command: list[str], capfd: pytest.Captu
     assert all(re.search(rf"^ +2  within rounding .*  {layout}$", said, re.MULTILINE) for layout in layouts[1:])
 
 
-def test_transformers_computes_the_same_training(command: list[str], capfd: pytest.CaptureFixture[str]):
-    assert main(["--against", "huggingface", "--layout", "--model-parallel-size 2", *command]) == 0
-    said = capfd.readouterr().out
-    assert re.search(r"^ +2  within rounding .*  --model-parallel-size 2$", said, re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     "flags, message",
     {
