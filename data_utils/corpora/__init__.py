@@ -224,21 +224,19 @@ def read_documents(
     if path == BUILTIN:
         yield from builtin_documents()
         return
-    as_json, key = is_json(path), text_key if is_json(path) else "text"
+    as_json, key = is_json(path), DEFAULT_KEYS[0]
+    if as_json:
+        key = text_key or default_key(path) or key
+    if as_json and text_key is None:
+        log(f"{path}: the text is the field {key!r} (--text-key)")
     good = empty = bad = 0
     first_bad = ""
     with open_bytes(path) as file:
-        for number, record in enumerate(read_items(file, path), 1) if as_json else read_plain_text(file, "text"):
+        for number, record in enumerate(read_items(file, path), 1) if as_json else read_plain_text(file, key):
             if isinstance(record, bytes) and not record.strip():
                 continue
             try:
-                item = json_object(record)
-                if key is None:
-                    key = _default_key(item)
-                    if key is None:
-                        raise ValueError(f"neither {' nor '.join(DEFAULT_KEYS)} is a field of it, {_fields(item)}")
-                    log(f"{path}: the text is the field {key!r} (--text-key)")
-                text = get_text(item, key)
+                text = get_text(json_object(record), key)
             except ValueError as error:
                 bad += 1
                 first_bad = first_bad or f"{path}:{number}: {error}"
@@ -253,16 +251,21 @@ def read_documents(
             else:
                 empty += 1
     lines = good + empty + bad
-    if bad > max_bad_fraction * lines:
-        advice = "name the field that holds the text with --text-key, or fix the file"
-        raise ValueError(
-            f"{first_bad}; {bad} of {lines} lines are unusable, more than --max-bad-fraction {max_bad_fraction:g}: "
-            + (advice if as_json else "convert the file to UTF-8")
-        )
+    advice = "name the field that holds the text with --text-key, or fix the file"
+    check_bad_lines(bad, lines, max_bad_fraction, first_bad, advice if as_json else "convert the file to UTF-8")
     if not good:
         raise ValueError(f"{path} holds no text")
     if bad or empty:
         log(f"{path}: of {lines} lines {bad} bad and {empty} empty ones are skipped")
+
+
+def check_bad_lines(bad: int, lines: int, max_bad_fraction: float, first_bad: str, advice: str) -> None:
+    """Raise ValueError if more than `max_bad_fraction` of `lines` are unusable. `first_bad` describes the first one."""
+    if bad > max_bad_fraction * lines:
+        raise ValueError(
+            f"{first_bad}; {bad:,} of {lines:,} lines are unusable, more than --max-bad-fraction "
+            f"{max_bad_fraction:g}: {advice}"
+        )
 
 
 def read_plain_text(file: Iterable[bytes], key: str) -> Iterator[tuple[int, Any]]:
@@ -286,13 +289,10 @@ def default_key(path: str) -> str | None:
         items = (line for line in read_items(file, path) if not isinstance(line, bytes) or line.strip())
         for line in itertools.islice(items, MAX_LEADING_BAD_LINES):
             with contextlib.suppress(ValueError):
-                if key := _default_key(json_object(line)):
+                item = json_object(line)
+                if key := next((key for key in DEFAULT_KEYS if key in item), None):
                     return key
     return None
-
-
-def _default_key(item: dict[str, Any]) -> str | None:
-    return next((key for key in DEFAULT_KEYS if key in item), None)
 
 
 def read_items(content: Iterable[bytes], path: str) -> Iterator[Any]:
@@ -327,16 +327,12 @@ def json_object(line: Any) -> dict[str, Any]:
 def get_text(item: dict[str, Any], key: str) -> str:
     """Return the text in the field `key`. Raises ValueError if the field is missing or is not text."""
     if key not in item:
-        raise ValueError(f"no field {key!r}, {_fields(item)}")
+        raise ValueError(f"no field {key!r}, which has {', '.join(map(repr, list(item)[:10])) or 'no fields'}")
     text = item[key]
     if not isinstance(text, str):
         raise ValueError(f"the field {key!r} is not a string")
     utf8(text)
     return text
-
-
-def _fields(item: dict[str, Any]) -> str:
-    return "which has " + (", ".join(repr(key) for key in list(item)[:10]) or "no fields")
 
 
 def utf8(text: str) -> bytes:

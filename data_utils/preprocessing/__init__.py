@@ -25,6 +25,7 @@ from data_utils.command_line import Log, progress_bar
 from data_utils.corpora import (
     MAX_BAD_FRACTION,
     MAX_LEADING_BAD_LINES,
+    check_bad_lines,
     detect_compression,
     expand_paths,
     get_text,
@@ -308,11 +309,8 @@ def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest],
                     out.write(json.dumps(entry).encode() + b"\n")
                 for (name, *_), lines in zip(shard["pieces"], shard["lines"], strict=True):
                     lines_before[name] += lines
-    if bad > job.max_bad_fraction * (bad + usable):
-        raise ValueError(
-            f"{first}; {bad:,} of {bad + usable:,} lines are unusable, more than --max-bad-fraction "
-            f"{job.max_bad_fraction:g}: see {path}, or name the text fields with --json-keys"
-        )
+    advice = f"see {path}, or name the text fields with --json-keys"
+    check_bad_lines(bad, bad + usable, job.max_bad_fraction, first, advice)
     if bad:
         log(f"{bad:,} of {bad + usable:,} lines are unusable and left out: see {path}")
 

@@ -74,7 +74,7 @@ def test_bad_lines_are_skipped_and_reported(tmp_path: Path, bad: bytes) -> None:
         ("a.jsonl", lines(10) + "{\n", None, r"a\.jsonl:11: .*1 of 11 lines.*--max-bad-fraction 0\.001: .*--text-key"),
         ("a.jsonl", lines(5), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
         ("a.jsonl", lines(3000), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
-        ("a.jsonl", lines(5, "body"), None, "neither text nor sentence .*'id', 'body'"),
+        ("a.jsonl", lines(5, "body"), None, "no field 'text', which has 'id', 'body'"),
         ("a.txt", b"one\n\xe9t\xe9\n", None, r"a\.txt:2: .*convert the file to UTF-8"),
         ("a.txt", b"", None, "holds no text"),
         ("a.json", b"[]", None, "holds no text"),

@@ -28,7 +28,7 @@ from data_utils.command_line import (
     positive_int,
     progress_bar,
 )
-from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MAX_BAD_FRACTION, TEXT_SUFFIX
+from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MAX_BAD_FRACTION, TEXT_SUFFIX, check_bad_lines
 from data_utils.files import file_lock
 from data_utils.shards import Manifest, map_in_processes
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, WebtextStage, atomic_file, find_shards, run_shard
@@ -180,12 +180,8 @@ def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
     rows = [(reason, f"{n:,}", f"{n / entered:.1%}", samples[reason]) for reason, n in counts.most_common()]
     for line in align_columns([("dropped", "count", "share", "for example"), *rows], "<>><") if rows else ():
         print(f"  {line}")
-    bad, limit = counts[UNREADABLE], stage.args.max_bad_fraction
-    if bad > limit * entered:
-        raise ValueError(
-            f"{samples[UNREADABLE]}; {bad} of {entered} entries are unreadable, more than --max-bad-fraction "
-            f"{limit:g}: fix the files, give the field of the text with --text-key, or allow a greater part"
-        )
+    advice = "fix the files, give the field of the text with --text-key, or allow a greater part"
+    check_bad_lines(counts[UNREADABLE], entered, stage.args.max_bad_fraction, samples.get(UNREADABLE, ""), advice)
     if not left:
         raise ValueError(f"all of {entered} entries were dropped: see the reasons above")
 

@@ -137,7 +137,7 @@ def test_results_that_are_errors(shards: ThreeShards):
         shards.run(least=99)
     with open(shards.input / "b.jsonl", "a") as file:
         file.write("{\n")
-    with pytest.raises(ValueError, match=r"b\.jsonl:5: .*1 of 13 entries are unreadable.*--max-bad-fraction 0.001"):
+    with pytest.raises(ValueError, match=r"b\.jsonl:5: .*1 of 13 lines are unusable.*--max-bad-fraction 0.001"):
         shards.run()
     assert sum(manifest["left"] for manifest in shards.run("--max-bad-fraction", "0.1")) == 9
     (shards.input / "c.jsonl").write_text("{\n" * 1000)
