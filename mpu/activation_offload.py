@@ -17,6 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ class ActivationOffload:
         self.device = torch.device(device)
         self.allocated_bytes = 0  # bytes of host memory
         self._free_buffers: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._device_module: Any = torch.get_device_module(self.device)  # torch.cpu has streams that do nothing.
+        self._copy_stream = self._device_module.Stream(self.device)
         self._offloading: list[OffloadGroup] = []
         self._last_group: OffloadGroup | None = None
 
@@ -84,30 +86,26 @@ class ActivationOffload:
         if free := self._free_buffers[numel, dtype]:
             return free.pop()
         self.allocated_bytes += numel * dtype.itemsize
-        return torch.empty(numel, dtype=dtype, pin_memory=self._copy_stream is not None)
+        return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def release(self, host: Tensor) -> None:
         """Make a buffer of `allocate` available again. A copy from it may still run, because later copies are queued
         after it."""
         self._free_buffers[host.numel(), host.dtype].append(host)
 
-    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+    def copy(self, target: Tensor, source: Tensor) -> Any:
         """Start a copy on the copy stream, after all work that is queued on the main stream. Return an event that
         follows it."""
-        if self._copy_stream is None:
-            target.copy_(source)
-            return None
-        copied = torch.cuda.Event()
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._copy_stream):
+        copied = self._device_module.Event()
+        self._copy_stream.wait_stream(self._device_module.current_stream(self.device))
+        with self._device_module.stream(self._copy_stream):
             target.copy_(source, non_blocking=True)
             copied.record(self._copy_stream)
         return copied
 
-    def wait(self, copied: torch.cuda.Event | None) -> None:
+    def wait(self, copied: Any) -> None:
         """Let the main stream wait for the event that `copy` returned."""
-        if copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(copied)
+        self._device_module.current_stream(self.device).wait_event(copied)
 
 
 class OffloadGroup:
@@ -151,16 +149,16 @@ class OffloadGroup:
 class _OffloadedStorage:
     """The storage of a tensor, [elements]: on the host, and also on the device before `free` and after `fetch`."""
 
-    def __init__(self, memory: ActivationOffload, group: OffloadGroup, values: Tensor) -> None:
+    def __init__(self, memory: ActivationOffload, group: OffloadGroup, whole: Tensor) -> None:
         self._memory, self._group = memory, group
-        self.id = _storage_id(values)  # No other tensor can have this address before `free`.
-        self._host = memory.allocate(values.numel(), values.dtype)
-        self._on_device: Tensor | None = values
-        self._copied = memory.copy(self._host, values)  # the event that follows the last copy
+        self.id = _storage_id(whole)  # No other tensor can have this address before `free`.
+        self._host = memory.allocate(whole.numel(), whole.dtype)
+        self._on_device: Tensor | None = whole
+        self._copied = memory.copy(self._host, whole)  # the event that follows the last copy
 
     def free(self) -> None:
         """Wait for the copy to the host, then free the device memory."""
-        self._wait()
+        self._memory.wait(self._copied)
         self._on_device = None
 
     def fetch(self) -> None:
@@ -173,21 +171,17 @@ class _OffloadedStorage:
         """Return the storage on the device."""
         self._group.fetch()
         assert self._on_device is not None
-        self._wait()
+        self._memory.wait(self._copied)
         return self._on_device
 
-    def _wait(self) -> None:
-        self._memory.wait(self._copied)
-        self._copied = None
-
     def __del__(self) -> None:
-        self._wait()  # Without this wait, the device memory could be reused during the copy.
+        self._memory.wait(self._copied)  # Without this wait, the device memory could be reused during the copy.
         self._memory.release(self._host)
 
 
-def unpack(saved: Tensor | Reload) -> Tensor:
+def unpack(kept: Tensor | Reload) -> Tensor:
     """Return the tensor that `pack` saved."""
-    return saved if isinstance(saved, Tensor) else saved()
+    return kept if isinstance(kept, Tensor) else kept()
 
 
 def _storage_id(x: Tensor) -> int:

@@ -90,7 +90,7 @@ def vocab_parallel_cross_entropy(
 
     The label_smoothing of megatron.core is not implemented.
     """
-    group = group if group is not None else get_tensor_model_parallel_group()
+    group = group or get_tensor_model_parallel_group()
     vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]
     check_ids(target, vocab_size, "target")
     # The flag is passed because gradients are always disabled inside `forward`, and needs_input_grad ignores no_grad.
@@ -197,7 +197,7 @@ def vocab_parallel_linear_cross_entropy(
     weight_grad_sink: backward calls it with the gradient of `weight` instead of giving the gradient to autograd. The
         gradient has the dtype of `weight`, or of the products under torch.autocast.
     """
-    group = group if group is not None else get_tensor_model_parallel_group()
+    group = group or get_tensor_model_parallel_group()
     check_ids(target, vocab_size, "target")
     hidden, weight, _ = kernels.cast_for_autocast(hidden, weight)
     hidden = enter_model_parallel_region(hidden, group, sequence_parallel)

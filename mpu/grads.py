@@ -40,7 +40,7 @@ def all_reduce_sequence_parallel_grads(parameters: Iterable[Tensor], group: Proc
 def all_reduce_coalesced(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Replace each tensor by its sum over the group (default: the tensor-parallel group), in place, with one all-reduce
     in float32. Shapes and dtypes may differ."""
-    group = group if group is not None else get_tensor_model_parallel_group()
+    group = group or get_tensor_model_parallel_group()
     if group is None or group.size() == 1 or not tensors:
         return
     packed = torch.cat([tensor.reshape(-1).float() for tensor in tensors])  # any shapes -> [elements of all]
@@ -86,16 +86,10 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
         split, replicated = ([grad for grad, is_split in grads if is_split == wanted] for wanted in (True, False))
         total = all_reduced_squared_norm(split, replicated, device).sqrt()
     elif norm_type == torch.inf:
-        total = torch.zeros((), device=device)
-        for grad, _ in grads:
-            total = torch.maximum(total, grad.abs().max().float())
+        total = nn.utils.get_total_norm([grad for grad, _ in grads], torch.inf).float().to(device)
         if state.model_parallel_size > 1:
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=state.model_parallel_group)
     else:
         raise ValueError(f"clip_grad_norm supports the norms 2 and inf, not {norm_type}")
-    norm = total.item()
-    scale = max_norm / (norm + 1e-6)
-    if scale < 1:
-        for grad, _ in grads:
-            grad.mul_(scale)
-    return norm
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total.item()

@@ -46,7 +46,7 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, group: ProcessGroup | None, device: Device, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.group = group if group is not None else get_tensor_model_parallel_group()
+        self.group = group or get_tensor_model_parallel_group()
         self.tp_rank, self.tp_size = group_rank_and_size(self.group)
         self.sequence_parallel = sequence_parallel
         self._device = device
@@ -71,6 +71,11 @@ class ParallelLayer(nn.Module):
         self._specs[name] = spec
         self.register_parameter(name, parameter)
         return full
+
+    def first_position(self, x: Tensor) -> int:
+        """Return the position of x[0] in the sequence, for hidden states outside the split layers: [s, ...] or
+        [s/tp, ...]."""
+        return self.tp_rank * x.size(0) if self.sequence_parallel else 0
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x [s, ...] over the ranks; with sequence_parallel, this rank's [s/tp, ...] of the sum."""
@@ -146,11 +151,10 @@ def linear(
     """
     needs_grad = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not needs_grad and not sequence_parallel:
-        return kernels.linear_without_gradient(x, weight, bias)
+        return kernels.linear_without_gradient(x, weight, bias)  # in generation: faster on a CPU
     x, weight, bias = kernels.cast_for_autocast(x, weight, bias)
-    weight_grad_fn = weight_grad_fn or kernels.weight_gradient_kernel(x)
-    if weight_grad_fn is None and group is None:
-        return F.linear(x, weight, bias)
+    if weight_grad_fn is None and group is None and not kernels.uses_amx(x):
+        return F.linear(x, weight, bias)  # torch's backward
     weight_grad_fn = weight_grad_fn or kernels.weight_gradient
     return _Linear.apply(x, weight, bias, weight_grad_fn, group, sequence_parallel)  # type: ignore[no-any-return]
 
@@ -368,7 +372,7 @@ class PositionEmbedding(ParallelLayer):
 
     def local_positions(self, x: Tensor) -> slice:
         """Return the positions of the hidden states x: [s, ...], or [s/tp, ...] with sequence_parallel."""
-        first = self.tp_rank * x.size(0) if self.sequence_parallel else 0
+        first = self.first_position(x)
         return slice(first, first + x.size(0))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -86,31 +86,15 @@ def broadcast_data(
     state = get_parallel_state()
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    src, group = state.tensor_model_parallel_src_rank, state.tensor_model_parallel_group
-    size, first = state.tensor_model_parallel_size, state.tensor_model_parallel_rank == 0
-    own = data if data is not None and first else {}
-    problem = _find_problem(keys, own, dtype) if first else ""
-    told: list[Any] = [problem, [tuple(own[key].shape) for key in keys] if first and not problem else None]
-    if size > 1:
-        dist.broadcast_object_list(told, src, group=group, device=torch.device(device))
-    problem, shapes = told
-    if problem:
-        raise ValueError(f"broadcast_data: {problem}")
-    if size == 1:
-        return {key: own[key].to(device, non_blocking=True) for key in keys}
-    lengths = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.empty(sum(lengths), dtype=dtype, device=device)  # number of elements of all tensors
-    if first:
-        torch.cat([own[key].to(device, non_blocking=True).reshape(-1) for key in keys], out=flat)
-    dist.broadcast(flat, src, group=group)
-    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(lengths), shapes, strict=True)}
-
-
-def _find_problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """Return the reason why the first rank cannot send its data, or "" if it can."""
-    for key in keys:
-        if key not in data:
-            return f"the first rank has no {key!r}"
-        if data[key].dtype != dtype:
-            return f"{key!r} is {data[key].dtype}, expected {dtype}"
-    return ""
+    sent: list[Any] = [None]
+    if state.tensor_model_parallel_rank == 0:
+        own = data or {}
+        lacking = [key for key in keys if key not in own or own[key].dtype != dtype]
+        # Copies, because a message has the whole storage of a tensor.
+        sent = [lacking or {key: own[key].to("cpu", copy=True) for key in keys}]
+    if state.tensor_model_parallel_size > 1:
+        src, group = state.tensor_model_parallel_src_rank, state.tensor_model_parallel_group
+        dist.broadcast_object_list(sent, src, group=group, device=torch.device(device))
+    if not isinstance(sent[0], dict):
+        raise ValueError(f"broadcast_data: the first rank has no tensor {sent[0][0]!r} of {dtype}")
+    return {key: tensor.to(device, non_blocking=True) for key, tensor in sent[0].items()}

@@ -83,10 +83,7 @@ class RNGStatesTracker:
         if name in self._states:
             raise ValueError(f"the random stream {name!r} exists already")
         before = _get_state()
-        if _on_gpu():
-            torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
+        (torch.cuda if _on_gpu() else torch.default_generator).manual_seed(seed)
         self._states[name] = _get_state()
         _set_state(before)
 
@@ -166,7 +163,7 @@ def apply_hidden_dropout(
     *,
     dropout_seeds: Tensor | None = None,
     location: int = EMBEDDING_DROPOUT,
-    rank: int = 0,
+    first_position: int = 0,
     rank_local_dropout_fn: Callable[[Tensor, float], Tensor] = rank_local_dropout,
 ) -> Tensor:
     """Dropout of hidden states [s, b, h], or [s/tp, b, h] with sequence_parallel.
@@ -174,13 +171,13 @@ def apply_hidden_dropout(
     dropout_seeds: int64 [b, 3], one layer of `make_dropout_seeds`. Without them the mask is drawn from the default
         generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel,
         each rank holds a different part, and the mask is drawn from the tracker.
-    rank: this rank's number in the tensor-parallel group.
+    first_position: the position of x[0] in the samples.
     rank_local_dropout_fn: draws a mask from the tracker. A compiled layer passes a function outside its graph.
     """
     if p == 0:
         return x
     if dropout_seeds is not None:
-        return kernels.seeded_dropout(x, p, dropout_seeds, location, rank * x.size(0) if sequence_parallel else 0)
+        return kernels.seeded_dropout(x, p, dropout_seeds, location, first_position)
     return rank_local_dropout_fn(x, p) if sequence_parallel else F.dropout(x, p)
 
 

@@ -115,7 +115,7 @@ class ParallelSelfAttention(nn.Module):
     The rows of the fused query-key-value weight are ordered [n, 3, d] (head first), so that each rank's shard is
     contiguous. Raises ValueError if tp does not divide n.
 
-    column_parallel_linear, row_parallel_linear: constructors of the linear layers.
+    submodules: the implementations of the linear layers.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class ParallelSelfAttention(nn.Module):
         *,
         init_method: InitMethod,
         output_init_method: InitMethod,
-        column_parallel_linear: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
-        row_parallel_linear: Callable[..., RowParallelLinear] = RowParallelLinear,
+        submodules: "ModelSubmodules | None" = None,
     ) -> None:
         super().__init__()
+        submodules = submodules or DEFAULT_SUBMODULES
         h = config.hidden_size
         self.head_size, self.attention_dropout = config.head_size, config.attention_dropout
-        self.query_key_value = column_parallel_linear(
+        self.query_key_value = submodules.column_parallel_linear(
             h, 3 * h, gather_output=False, init_method=init_method, **config.layer_kwargs
         )
-        self.dense = row_parallel_linear(
+        self.dense = submodules.row_parallel_linear(
             h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
         )
         divide(config.num_attention_heads, self.dense.tp_size)
@@ -194,7 +194,7 @@ class ParallelMLP(nn.Module):
 
     With selective recomputation, backward computes the output of GELU again. This output is a quarter of a layer's
     activations.
-    column_parallel_linear, row_parallel_linear: constructors of the linear layers.
+    submodules: the implementations of the linear layers.
     """
 
     def __init__(
@@ -203,17 +203,18 @@ class ParallelMLP(nn.Module):
         *,
         init_method: InitMethod,
         output_init_method: InitMethod,
-        column_parallel_linear: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
-        row_parallel_linear: Callable[..., RowParallelLinear] = RowParallelLinear,
+        submodules: "ModelSubmodules | None" = None,
     ) -> None:
         super().__init__()
+        submodules = submodules or DEFAULT_SUBMODULES
         h, f = config.hidden_size, config.ffn_hidden_size
         self.gelu: Callable[[Tensor], Tensor] = kernels.gelu_tanh if config.gelu == "tanh" else F.gelu
+        self.gelu_approximate = "tanh" if config.gelu == "tanh" else "none"  # torch's name of the formula
         self.recompute = config.recompute_granularity == "selective"
-        self.dense_h_to_4h = column_parallel_linear(
+        self.dense_h_to_4h = submodules.column_parallel_linear(
             h, f, gather_output=False, init_method=init_method, **config.layer_kwargs
         )
-        self.dense_4h_to_h = row_parallel_linear(
+        self.dense_4h_to_h = submodules.row_parallel_linear(
             f, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
         )
 
@@ -269,23 +270,19 @@ class ParallelTransformerLayer(nn.Module):
             sequence_parallel=config.sequence_parallel,
             device=config.device,
         )
-        linears = {
-            "column_parallel_linear": submodules.column_parallel_linear,
-            "row_parallel_linear": submodules.row_parallel_linear,
-        }
         self.input_layernorm = norm()
         self.attention = submodules.self_attention(
             config,
             init_method=init_method_for("attention.query_key_value.weight"),
             output_init_method=init_method_for("attention.dense.weight"),
-            **linears,
+            submodules=submodules,
         )
         self.post_attention_layernorm = norm()
         self.mlp = submodules.mlp(
             config,
             init_method=init_method_for("mlp.dense_h_to_4h.weight"),
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"),
-            **linears,
+            submodules=submodules,
         )
         # The function is an attribute because `compile` replaces it.
         self.rank_local_dropout_fn = rank_local_dropout
@@ -350,7 +347,7 @@ class ParallelTransformerLayer(nn.Module):
             self.sequence_parallel,
             dropout_seeds=dropout_seeds,
             location=location,
-            rank=self.attention.dense.tp_rank,
+            first_position=self.attention.dense.first_position(x),
             rank_local_dropout_fn=self.rank_local_dropout_fn,
         )
 
@@ -363,10 +360,6 @@ class FusedTransformerLayer(ParallelTransformerLayer):
     selective recomputation, and with dropout masks from torch's generators. It also does so if the first layer norm has
     a hook, because these functions do not call the modules of the layer norms.
     """
-
-    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        self._approximate = "tanh" if config.gelu == "tanh" else "none"
 
     def forward(
         self,
@@ -383,7 +376,7 @@ class FusedTransformerLayer(ParallelTransformerLayer):
             return super().forward(x, packed_seq_params, attention_fn, dropout_seeds)
         attention, mlp = self.attention, self.mlp
         seeds = dropout_seeds if dropout_p > 0 else None
-        first = attention.dense.tp_rank * x.size(0) * self.sequence_parallel
+        first = attention.dense.first_position(x)
 
         x, y = kernels.add_norm(x, None, None, self.input_layernorm)
         sums_bias = packed_seq_params is None and not (self.training and attention.attention_dropout > 0)
@@ -395,7 +388,7 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         dropout = seeds, dropout_p, POST_ATTENTION_DROPOUT, first
         x, y = kernels.add_norm(x, branch, attention.dense.bias, self.post_attention_layernorm, dropout)
         inside = mlp.dense_h_to_4h(y, bias_gradient=False)  # [s, b, f/tp]
-        y = kernels.gelu_with_bias_gradient(inside, mlp.dense_h_to_4h.bias, self._approximate)
+        y = kernels.gelu_with_bias_gradient(inside, mlp.dense_h_to_4h.bias, mlp.gelu_approximate)
         branch = mlp.dense_4h_to_h(y, skip_bias_add=True)
         return kernels.add_norm(x, branch, mlp.dense_4h_to_h.bias, None, (seeds, dropout_p, POST_MLP_DROPOUT, first))[0]
 

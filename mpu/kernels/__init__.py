@@ -10,7 +10,7 @@ vocabulary, tp tensor-parallel size.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -62,11 +62,11 @@ __all__ = [
     "seeded_attention",
     "seeded_dropout",
     "softmax_by_rows",
+    "uses_amx",
     "varlen_causal_attention",
     "vocab_parallel_softmax",
     "weight_for_inference",
     "weight_gradient",
-    "weight_gradient_kernel",
 ]
 
 MANY_ROWS = 17  # From this number of rows on, F.linear is the fastest in float32 and on processors with AMX.
@@ -121,17 +121,14 @@ def weight_for_inference(weight: Tensor, *, single_row: bool) -> Tensor:
     return weight.t().contiguous().t() if is_float32 else weight
 
 
-def weight_gradient_kernel(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return the function that computes `weight_gradient` for the device and dtype of x. None stands for the plain
-    matrix product."""
-    is_slow = cpu_features.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
-    return weight_gradient_in_parts if is_slow else None
+def uses_amx(x: Tensor) -> bool:
+    """Return True if AMX multiplies x."""
+    return cpu_features.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dyᵀx: [t, o], [t, i] -> [o, i]."""
-    kernel = weight_gradient_kernel(dy)
-    return dy.t() @ x if kernel is None else kernel(dy, x)
+    return weight_gradient_in_parts(dy, x) if uses_amx(dy) else dy.t() @ x
 
 
 def add_rows_(total: Tensor, rows: Tensor, gradients: Tensor) -> None:
@@ -164,8 +161,7 @@ def causal_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) 
     qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. The result is [s, b, n·d].
     bias: see `split_qkv`. Only if `has_fused_layer(qkv)`.
     """
-    is_slow = cpu_features.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16
-    if is_slow and dropout_p == 0 and torch.is_grad_enabled() and bias is None:
+    if uses_amx(qkv) and dropout_p == 0 and torch.is_grad_enabled() and bias is None:
         return attention_with_blockwise_backward(qkv)
     return fused_attention(qkv, dropout_p, bias)
 

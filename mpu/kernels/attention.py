@@ -4,6 +4,7 @@ FlashAttention does (arXiv:2205.14135): a backward pass, and both passes with se
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu.kernels import cpu_features
-from mpu.kernels.dropout import ELEMENTS, keep_scale, random_draws, sample_masks, zero_dropped
+from mpu.kernels.dropout import (
+    ELEMENTS,
+    MaskId,
+    drop_threshold,
+    keep_scale,
+    random_draws,
+    sample_masks,
+    zero_dropped,
+)
 from mpu.kernels.layer import split_qkv
 
 # The number of queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks
@@ -21,8 +30,9 @@ QUERY_BLOCK = 256
 # The number of queries in a block with seeded dropout. Changing this number changes the dropout masks.
 SEEDED_QUERY_BLOCK = 128
 # The number of scores that a core computes at once. This many stay in its cache, so that attention takes 10 % less time
-# than with all heads at once (b·n = 24, s = 1,024).
-SCORES = 3 << 18
+# than with all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many take 4 % less time (8 samples of
+# 256 tokens, 4 heads, bf16, one thread).
+SCORES = {QUERY_BLOCK: 3 << 18, SEEDED_QUERY_BLOCK: 3 << 19}
 # The longest sequence whose dropout probabilities are saved. For longer sequences these would need too much memory.
 SAVED_UP_TO = 512
 
@@ -85,7 +95,7 @@ def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
     The backward pass of torch 2.13's fused kernel is slower there, and faster without AMX: `cpu_features.py` has the
     times.
     """
-    out: Tensor = _BlockwiseAttention.apply(qkv, 0.0, None, 0, 0, 0)
+    out: Tensor = _BlockwiseAttention.apply(qkv, 0, None, 0, 0, 0)
     return out
 
 
@@ -105,7 +115,8 @@ def seeded_attention(
     forward and backward, one thread with AMX, 1,024 tokens, 12 heads, compared with torch's formula with all scores in
     memory: 455 and 115 ms in bf16, 465 and 249 ms in float32 (one run).
     """
-    out: Tensor = _BlockwiseAttention.apply(qkv, p, dropout_seeds, location, first_head, first_position)
+    place = location, first_head, first_position
+    out: Tensor = _BlockwiseAttention.apply(qkv, drop_threshold(p), dropout_seeds, *place)
     return out
 
 
@@ -113,68 +124,69 @@ class _BlockwiseAttention(torch.autograd.Function):
     """Without seeds forward is torch's fused kernel. Backward always runs over blocks of queries."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, p: float, seeds: Tensor | None, *place: int) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, dropped: int, seeds: Tensor | None, *place: int) -> Tensor:
         out: Tensor
-        kept: list[Tensor]
-        out, kept = (fused_attention(qkv, 0.0), []) if seeds is None else _callable(_forward)(qkv, p, seeds, *place)
-        ctx.p, ctx.place = p, place
+        kept: list[Tensor] = []
+        if seeds is None:
+            out = fused_attention(qkv, 0.0)
+        else:
+            out, kept = _callable(_forward)(qkv, dropped, seeds, *place)
+        ctx.dropped, ctx.place = dropped, place
         ctx.save_for_backward(qkv, seeds, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         qkv, seeds, *kept = ctx.saved_tensors
-        return _callable(_backward)(qkv, dy, ctx.p, seeds, *ctx.place, kept), *[None] * 5
+        return _callable(_backward)(qkv, dy, ctx.dropped, seeds, *ctx.place, kept), *[None] * 5
 
 
-class _AttentionMasks:
-    """The masks of a micro-batch. The random bits of a sample are ordered [block of queries][head][query][key]. Each
-    row has as many keys as the last query of its block sees."""
+def _drop(
+    n: int,
+    dropped: int,
+    masks: list[MaskId],
+    first_head: int,
+    first: int,
+    start: int,
+    *pairs: tuple[Tensor, Tensor],
+) -> None:
+    """out = x with zeros where dropout drops an element, for pairs (x, out) of a block's scores [heads, block, end],
+    of heads from `first` on (counted over all samples of n heads) and queries from `start` on.
 
-    def __init__(
-        self, qkv: Tensor, p: float, dropout_seeds: Tensor, location: int, first_head: int, first_position: int
-    ) -> None:
-        self.p, self.keep_scale = p, keep_scale(p)
-        self._s, _, self._n, _, _ = qkv.shape
-        self._first_head, self._samples = first_head, sample_masks(dropout_seeds, location, first_position)
-
-    def parts(self, like: Tensor, first: int, start: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the heads of each sample in turn, and their random draws, int16 [heads, block, end].
-
-        like: scores [heads, block, end], of heads from `first` on (counted over all samples) and queries from `start`
-        on.
-        """
-        heads, rows, end = like.shape
-        # number of counter blocks of a head
-        head_blocks = rows * -(-min(start + SEEDED_QUERY_BLOCK, self._s) // ELEMENTS)
-        heads_done = 0
-        while heads_done < heads:
-            sample, head = divmod(first + heads_done, self._n)
-            count = min(self._n - head, heads - heads_done)
-            begin = (start // SEEDED_QUERY_BLOCK << 40) + (self._first_head + head) * head_blocks
-            drawn = random_draws(self._samples[sample], begin, count * head_blocks).view(count, rows, -1)
-            yield slice(heads_done, heads_done + count), drawn[:, :, :end]
-            heads_done += count
+    The random bits of a sample are ordered [block of queries][head][query][key]. Each row has as many keys as the last
+    query of its block sees.
+    """
+    heads, rows, end = pairs[0][0].shape
+    head_blocks = rows * -(-end // ELEMENTS)  # number of counter blocks of a head
+    heads_done = 0
+    while heads_done < heads:
+        sample, head = divmod(first + heads_done, n)
+        count = min(n - head, heads - heads_done)
+        begin = (start // SEEDED_QUERY_BLOCK << 40) + (first_head + head) * head_blocks
+        drawn = random_draws(masks[sample], begin, count * head_blocks).view(count, rows, -1)[:, :, :end]
+        part = slice(heads_done, heads_done + count)
+        for x, out in pairs:
+            zero_dropped(x[part], drawn, dropped, out=out[part])
+        heads_done += count
 
 
 def _forward(
-    qkv: Tensor, p: float, dropout_seeds: Tensor, location: int, first_head: int, first_position: int
+    qkv: Tensor, dropped: int, seeds: Tensor, location: int, first_head: int, first_position: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the output of `seeded_attention`, and each block's probabilities if the sequence is short."""
     s, b, n, _, d = qkv.shape
     kept = []
-    masks = _AttentionMasks(qkv, p, dropout_seeds, location, first_head, first_position)
+    drop = functools.partial(_drop, n, dropped, sample_masks(seeds, location, first_position), first_head)
     q, k, v = _operands(qkv)
     out = torch.empty(s, b, n * d, dtype=qkv.dtype)
     y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
-    for first, some, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK, seeded_heads_at_once(s)):
+    for first, some, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK):
         # Contiguous operands, and scaling a block while it is in the cache, halve the time.
         block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
         probabilities = _probabilities(block_q * d**-0.5, block_k, start)
         masked = torch.empty_like(probabilities)
-        for part, drawn in masks.parts(probabilities, first, start):
-            zero_dropped(probabilities[part], drawn, p, out=masked[part])
-        y[some, start:end] = torch.bmm(masked, block_v).mul_(masks.keep_scale)
+        drop(first, start, (probabilities, masked))
+        y[some, start:end] = torch.bmm(masked, block_v).mul_(keep_scale(dropped))
         if s <= SAVED_UP_TO:
             kept.append(probabilities)
     return out, kept
@@ -183,8 +195,8 @@ def _forward(
 def _backward(
     qkv: Tensor,
     dy: Tensor,
-    p: float,
-    dropout_seeds: Tensor | None,
+    dropped: int,
+    seeds: Tensor | None,
     location: int,
     first_head: int,
     first_position: int,
@@ -195,29 +207,26 @@ def _backward(
     kept: saved probabilities of each block; without them they are recomputed.
     """
     s, b, n, _, d = qkv.shape
-    masks, block, heads = None, QUERY_BLOCK, heads_at_once(s)
-    if dropout_seeds is not None:
-        masks = _AttentionMasks(qkv, p, dropout_seeds, location, first_head, first_position)
-        block, heads = SEEDED_QUERY_BLOCK, seeded_heads_at_once(s)
+    drop = None
+    if seeds is not None:
+        drop = functools.partial(_drop, n, dropped, sample_masks(seeds, location, first_position), first_head)
     q, k, v = _operands(qkv)
     dy = dy.to(q.dtype).reshape(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype)
     dq, *d_kv = _heads(d_qkv)
     dk, dv = torch.zeros(2, b * n, s, d, dtype=q.dtype)
-    for number, (first, some, start, end) in enumerate(_blocks(s, b * n, block, heads)):
+    for number, (first, some, start, end) in enumerate(_blocks(s, b * n, SEEDED_QUERY_BLOCK if drop else QUERY_BLOCK)):
         block_q, block_dy, block_k, block_v = (
             x.contiguous() for x in (q[some, start:end], dy[some, start:end], k[some, :end], v[some, :end])
         )
         block_q = block_q * d**-0.5
-        if masks is not None:
-            block_dy = block_dy * masks.keep_scale
+        if drop:
+            block_dy = block_dy * keep_scale(dropped)
         probabilities = kept[number] if kept else _probabilities(block_q, block_k, start)
         masked, dp = probabilities, torch.bmm(block_dy, block_v.transpose(1, 2))
-        if masks is not None:
+        if drop:
             masked = torch.empty_like(probabilities)
-            for part, drawn in masks.parts(probabilities, first, start):
-                zero_dropped(probabilities[part], drawn, p, out=masked[part])
-                zero_dropped(dp[part], drawn, p, out=dp[part])
+            drop(first, start, (probabilities, masked), (dp, dp))
         dv[some, :end].baddbmm_(masked.transpose(1, 2), block_dy)
         d_scores = torch._softmax_backward_data(dp, probabilities, -1, probabilities.dtype)
         dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
@@ -243,28 +252,17 @@ def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
 @_OPERATORS[_forward].register_fake
 def _(qkv: Tensor, *arguments: object) -> tuple[Tensor, list[Tensor]]:
     s, b, n, _, d = qkv.shape
-    kept = []
-    if s <= SAVED_UP_TO:
-        for _, some, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK, seeded_heads_at_once(s)):
-            heads = len(range(b * n)[some])
-            kept.append(qkv.new_empty(heads, end - start, end, dtype=compute_dtype(qkv.dtype)))
+    blocks = list(_blocks(s, b * n, SEEDED_QUERY_BLOCK)) if s <= SAVED_UP_TO else []
+    kept = [
+        qkv.new_empty(len(range(b * n)[some]), end - start, end, dtype=compute_dtype(qkv.dtype))
+        for _, some, start, end in blocks
+    ]
     return qkv.new_empty(s, b, n * d), kept
 
 
 @_OPERATORS[_backward].register_fake
 def _(qkv: Tensor, *arguments: object) -> Tensor:
     return qkv.new_empty(qkv.shape)
-
-
-def heads_at_once(s: int, block: int = QUERY_BLOCK) -> int:
-    """Return how many heads, over all samples, are computed together if a block has `block` queries."""
-    return max(torch.get_num_threads() * SCORES // (block * s), 1)
-
-
-def seeded_heads_at_once(s: int) -> int:
-    """`heads_at_once` for seeded dropout: twice as many, which takes 4 % less time (8 samples of 256 tokens, 4 heads,
-    bf16, one thread)."""
-    return heads_at_once(s, SEEDED_QUERY_BLOCK // 2)
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,8 +280,10 @@ def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k.contiguous(), v.contiguous()
 
 
-def _blocks(s: int, heads: int, block: int, at_once: int) -> Iterator[tuple[int, slice, int, int]]:
-    """Yield the first of `at_once` heads, the slice of these heads, and a block of queries, [start, end)."""
+def _blocks(s: int, heads: int, block: int) -> Iterator[tuple[int, slice, int, int]]:
+    """Yield the first of some heads (over all samples), the slice of these heads, and a block of queries,
+    [start, end)."""
+    at_once = max(torch.get_num_threads() * SCORES[block] // (block * s), 1)
     for first in range(0, heads, at_once):
         for start in range(0, s, block):
             yield first, slice(first, first + at_once), start, min(start + block, s)

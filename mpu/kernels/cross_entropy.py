@@ -8,14 +8,13 @@ Legend: c tokens of a chunk, v padded vocabulary, tp tensor-parallel size, m row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpu.kernels.triton_kernel import TritonKernel, example_tensor
+from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
 _ELEMENTS = 3 << 16  # float32 elements for each core: 0.75 MB
 
@@ -57,12 +56,12 @@ class VocabParallelTargets:
         return exp.scatter_add_(-1, self.target.unsqueeze(-1), (self.is_local * -token_weight).unsqueeze(-1))
 
 
-def _statistics(logits: Tensor, target: Tensor, is_local: Tensor, columns: int) -> Tensor:
+def _vocab_statistics(logits: Tensor, target: Tensor, is_local: Tensor, columns: int) -> Tensor:
     """This rank's logits [c, v/tp] -> [3, c] float32, see `exp_and_stats`."""
     return VocabParallelTargets(columns, target, is_local).exp_and_stats(logits.to(torch.float32, copy=True))
 
 
-def _gradient_(
+def _cross_entropy_gradient_(
     logits: Tensor,
     stats: Tensor,
     target: Tensor,
@@ -82,40 +81,22 @@ def _gradient_(
     logits.copy_(targets.d_logits(x, local, stats, token_weight))
 
 
-def _statistics_in_triton(logits: Tensor, target: Tensor, is_local: Tensor, columns: int) -> Tensor:
-    from mpu.kernels.in_triton import cross_entropy_on_gpu
-
-    stats = logits.new_empty(3, len(logits), dtype=torch.float32)
-    cross_entropy_on_gpu(logits, stats, target, is_local, columns, None, find_stats=True)
-    return stats
-
-
-def _gradient_in_triton_(*args: Any) -> None:
-    from mpu.kernels.in_triton import cross_entropy_on_gpu
-
-    cross_entropy_on_gpu(*args)
-
-
-def _examples_of_statistics(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+def _examples_of_statistics(dtype: torch.dtype) -> Examples:
     """Two blocks of columns, with padding columns and a target of a different shard."""
-    logits = 5 * example_tensor(3, 5184, dtype=dtype, device=device)
+    logits = 5 * example_tensor(dtype, 3, 5184)
     logits[:, 5120:5122] = 20.0  # large in the last column and in the first padding column
-    target, is_local = torch.tensor([0, 5120, 4500]), torch.tensor([False, True, True])
-    yield logits, target.to(device), is_local.to(device), 5121
+    yield logits, torch.tensor([0, 5120, 4500]), torch.tensor([False, True, True]), 5121
 
 
-def _examples_of_gradient(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for logits, target, is_local, columns in _examples_of_statistics(device, dtype):
-        token_weight = torch.tensor([0.5, 2.0, 1.0], device=device)
-        stats = _statistics(logits, target, is_local, columns)
+def _examples_of_gradient(dtype: torch.dtype) -> Examples:
+    for logits, *of_targets in _examples_of_statistics(dtype):
+        stats = _vocab_statistics(logits, *of_targets)
         for find_stats, of_whole in ((True, torch.zeros_like(stats)), (False, stats + 1)):
-            yield logits, of_whole, target, is_local, columns, token_weight, find_stats
+            yield logits, of_whole, *of_targets, torch.tensor([0.5, 2.0, 1.0]), find_stats
 
 
-VOCAB_STATISTICS = TritonKernel("vocab_statistics", _statistics, _statistics_in_triton, _examples_of_statistics)
-CROSS_ENTROPY_GRADIENT = TritonKernel(
-    "cross_entropy_gradient_", _gradient_, _gradient_in_triton_, _examples_of_gradient, ("logits", "stats")
-)
+VOCAB_STATISTICS = TritonKernel(_vocab_statistics, _examples_of_statistics)
+CROSS_ENTROPY_GRADIENT = TritonKernel(_cross_entropy_gradient_, _examples_of_gradient, ("logits", "stats"))
 
 
 def rows_in_cache(columns: int) -> int:
@@ -138,25 +119,25 @@ def vocab_parallel_softmax(
     combine: computes the statistics of the whole vocabulary from this rank's; None if this rank has the whole
         vocabulary.
     """
-    if not logits.is_cpu:
-        of_targets = targets.target, targets.is_local, targets.columns
-        if token_weight is not None and combine is None:
-            stats = logits.new_empty(3, len(logits), dtype=torch.float32)
-            CROSS_ENTROPY_GRADIENT(logits, stats, *of_targets, token_weight, True)
-            return stats
+    if logits.is_cpu:
+        return softmax_by_rows(
+            [logits],
+            [targets],
+            token_weight,
+            lambda parts: parts[0] if combine is None else combine(parts[0]),
+            rows=rows_in_cache(logits.size(1)),
+            by_block=combine is None,
+        )
+    of_targets = targets.target, targets.is_local, targets.columns
+    in_one_pass = combine is None and token_weight is not None
+    if in_one_pass:
+        stats = logits.new_empty(3, len(logits), dtype=torch.float32)
+    else:
         stats = VOCAB_STATISTICS(logits, *of_targets)
         stats = stats if combine is None else combine(stats)
-        if token_weight is not None:
-            CROSS_ENTROPY_GRADIENT(logits, stats, *of_targets, token_weight, False)
-        return stats
-    return softmax_by_rows(
-        [logits],
-        [targets],
-        token_weight,
-        lambda parts: parts[0] if combine is None else combine(parts[0]),
-        rows=rows_in_cache(logits.size(1)),
-        by_block=combine is None,
-    )
+    if token_weight is not None:
+        CROSS_ENTROPY_GRADIENT(logits, stats, *of_targets, token_weight, in_one_pass)
+    return stats
 
 
 def softmax_by_rows(
@@ -189,21 +170,17 @@ def softmax_by_rows(
             x = buffer[: rows.stop - rows.start]
             part[rows] = one[rows].d_logits(x, own[:, rows], stats[:, rows], token_weight[rows])
 
-    for block in blocks:
-        fill_exp(block)
-        if by_block:
-            stats[:, block] = combine(local[:, :, block])
-            if token_weight is not None:
+    for group in [[block] for block in blocks] if by_block else [blocks]:
+        for block in group:
+            fill_exp(block)
+        whole = slice(group[0].start, group[-1].stop)
+        stats[:, whole] = combine(local[:, :, whole])
+        if token_weight is not None:
+            for block in group:
+                if len(group) > 1:
+                    # The exponentials are computed again, because all rows in float32 do not fit into the cache.
+                    fill_exp(block)
                 to_gradient(block, token_weight)
-    if by_block:
-        return stats
-    stats.copy_(combine(local))
-    if token_weight is not None:
-        for block in blocks:
-            if len(blocks) > 1:
-                # The exponentials are computed again, because all rows in float32 do not fit into the cache.
-                fill_exp(block)
-            to_gradient(block, token_weight)
     return stats
 
 

@@ -15,13 +15,12 @@ Legend: b batch, s positions, h hidden.
 
 import functools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpu.kernels.triton_kernel import TritonKernel, example_tensor
+from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
 ELEMENTS = 16  # number of elements in a block
 WORD = 1 << 64
@@ -36,9 +35,9 @@ def drop_threshold(p: float) -> int:
     return min(round(p * 65536), 65535)
 
 
-def keep_scale(p: float) -> float:
-    """Return the scale of the kept elements: 1 / (1 - p), with p rounded as in `drop_threshold`."""
-    return 65536 / (65536 - drop_threshold(p))
+def keep_scale(dropped: int) -> float:
+    """Return the scale of the kept elements, 1 / (1 - p). dropped: a result of `drop_threshold`."""
+    return 65536 / (65536 - dropped)
 
 
 def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[MaskId]:
@@ -67,19 +66,20 @@ def random_draws(mask: MaskId, first_block: int, blocks: int) -> Tensor:
     return torch.from_numpy(generator.random_raw(4 * blocks)).view(torch.int16)
 
 
-def zero_dropped(x: Tensor, drawn: Tensor, p: float, out: Tensor) -> None:
+def zero_dropped(x: Tensor, drawn: Tensor, dropped: int, out: Tensor) -> None:
     """out = x, with zeros where the draw drops an element.
 
     torch's operator for the backward pass of `threshold` does this in one pass. It gets the bits of x, as integers, as
     its gradient. A comparison and a product would be two passes, and dropout in bf16 would take 4 % longer.
 
     drawn: int16, of x's shape.
+    dropped: a result of `drop_threshold`. If it is 0, nothing is dropped.
     out: may be x.
     """
     bits = _INTEGERS[x.element_size()]
-    if threshold := drop_threshold(p):  # If the threshold is 0, nothing is dropped.
+    if dropped:
         torch.ops.aten.threshold_backward.grad_input(
-            x.view(bits), drawn.to(bits), threshold - 32769, grad_input=out.view(bits)
+            x.view(bits), drawn.to(bits), dropped - 32769, grad_input=out.view(bits)
         )
     else:
         out.copy_(x)
@@ -95,55 +95,49 @@ def seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_posi
     CPU time in ns for each element, one thread with AMX, bf16, 1.6 M elements: forward 1.8 to 2.1, with backward 4.8 to
     5.1. Dropout with 16 bits of torch's generator and a saved mask takes 3.6 in forward, and 4.7 with backward.
     """
-    out: Tensor = _SeededDropout.apply(x, p, seeds, location, first_position)  # type: ignore[no-untyped-call]
+    out: Tensor = _SeededDropout.apply(x, drop_threshold(p), seeds, location, first_position)  # type: ignore[no-untyped-call]
     return out
 
 
 class _SeededDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dropped: int, seeds: Tensor, *place: int) -> Tensor:
         ctx.save_for_backward(seeds)
-        ctx.mask = p, location, first_position
-        return _call_seeded_dropout(x, seeds, *ctx.mask)
+        ctx.dropped, ctx.place = dropped, place
+        return _call_seeded_dropout(x, dropped, seeds, *place)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _call_seeded_dropout(dy, *ctx.saved_tensors, *ctx.mask), None, None, None, None
+        return _call_seeded_dropout(dy, ctx.dropped, *ctx.saved_tensors, *ctx.place), None, None, None, None
 
 
-def _call_seeded_dropout(x: Tensor, seeds: Tensor, p: float, location: int, first_position: int) -> Tensor:
-    if torch.compiler.is_compiling():  # torch.compile cannot trace the generator of a CPU.
-        out: Tensor = DROPOUT.operator(x, p, seeds, location, first_position)
-        return out
-    return DROPOUT(x, p, seeds, location, first_position)
+def _call_seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first_position: int) -> Tensor:
+    # torch.compile cannot trace the generator of a CPU.
+    call = DROPOUT.operator if torch.compiler.is_compiling() else DROPOUT
+    out: Tensor = call(x, dropped, seeds, location, first_position)
+    return out
 
 
-def _seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
+def _seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first_position: int) -> Tensor:
     x = x.contiguous()
     s, _, h = x.shape
     blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # number of blocks for each position
-    out = x * keep_scale(p)
+    out = x * keep_scale(dropped)
     for number, mask in enumerate(sample_masks(seeds, location)):
         for first in range(0, s, rows):
             part = out[first : first + rows, number]  # [rows, h]
             drawn = random_draws(mask, (first_position + first) * blocks, len(part) * blocks).view(len(part), -1)
-            zero_dropped(part, drawn[:, :h].to(x.device), p, out=part)
+            zero_dropped(part, drawn[:, :h].to(x.device), dropped, out=part)
     return out
 
 
-def _in_triton(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
-    from mpu.kernels.in_triton import dropout_on_gpu
-
-    return dropout_on_gpu(x.contiguous(), seeds, location, first_position, drop_threshold(p), keep_scale(p))
-
-
-def _examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    seeds = torch.tensor([[2**31 - 5, 2**40, 3], [7, 1, 0]], device=device)
-    yield example_tensor(3, 2, 1100, dtype=dtype, device=device), 0.3, seeds, 2, 7
+def _examples(dtype: torch.dtype) -> Examples:
+    seeds = torch.tensor([[2**31 - 5, 2**40, 3], [7, 1, 0]])
+    yield example_tensor(dtype, 3, 2, 1100), drop_threshold(0.3), seeds, 2, 7
 
 
-def _fake(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-DROPOUT = TritonKernel("seeded_dropout", _seeded_dropout, _in_triton, _examples, fake=_fake)
+DROPOUT = TritonKernel(_seeded_dropout, _examples, fake=_fake)

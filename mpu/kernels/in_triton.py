@@ -1,5 +1,6 @@
 """The Triton code of all kernels. Triton is a part of torch's builds for GPUs; `triton_kernel.py` explains when this
-file is imported. The functions without `_kernel` in their name launch the kernels.
+file is imported. A function with the name of an operator launches its kernel. Its reference has the same name after an
+underscore, and describes its arguments.
 
 Dropout draws the masks of `dropout.py`. It reads and writes each element once.
 
@@ -40,26 +41,37 @@ columns of this rank.
 import itertools
 import math
 from collections.abc import Sequence
+from types import NotImplementedType
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-DROPOUT_BLOCKS = 64  # One Triton program computes this number of counter blocks: 1,024 elements.
+# Kernels can read these numbers.
+DROPOUT_BLOCKS = tl.constexpr(64)  # One Triton program computes this number of counter blocks: 1,024 elements.
+LAYER_STAGES = tl.constexpr(3)  # A program loads the rows of the next two iterations in advance.
+LAYER_TILE = tl.constexpr(2048)  # elements that a program has at once
+GELU_COLUMNS = tl.constexpr(256)  # elements of a row that a program of GELU's backward has at once
+GELU_ROWS = tl.constexpr(LAYER_TILE // GELU_COLUMNS)
+SUM_COLUMNS = tl.constexpr(32)  # columns of a program that adds up sums
+LOSS_COLUMNS = tl.constexpr(2048)  # columns at a time
+UNIT = tl.constexpr(16)  # elements
+CHUNK = tl.constexpr(16384)  # elements of a program
+LIST_BLOCK = tl.constexpr(1024)  # elements at a time
+
 DROPOUT_WARPS = 2  # Each thread computes one block.
 LAYER_PROGRAMS = 264  # These share the rows of a sum: two for each multiprocessor of an H100.
-LAYER_STAGES = 3  # A program loads the rows of the next two iterations in advance.
-GELU_COLUMNS = 256  # elements of a row that a program of GELU's backward has at once
-SUM_COLUMNS = 32  # columns of a program that adds up sums
-LAYER_TILE = 2048  # elements that a program has at once
-LAYER_WARPS = LAYER_TILE // 512  # 16 elements for each thread, which are one block of random draws
-LOSS_COLUMNS = 2048  # columns at a time
+LAYER_WARPS = LAYER_TILE.value // 512  # 16 elements for each thread, which are one block of random draws
+SUM_WARPS = 8
 LOSS_WARPS = 4
-UNIT = 16  # elements
-CHUNK = 16384  # elements of a program
-LIST_BLOCK = 1024  # elements at a time
 LIST_WARPS = 8
+
+
+@triton.jit
+def load(pointer, mask):
+    """Return float32 values, 0 outside of the mask."""
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 # --- dropout
@@ -107,43 +119,34 @@ def random_draws(
 
 
 @triton.jit
-def dropout_kernel(
-    x, out, seeds, b, h, first_position, dropped, keep_scale, LOCATION: tl.constexpr, BLOCKS: tl.constexpr
-):
+def dropout_kernel(x, out, seeds, b, h, first_position, dropped, keep_scale, LOCATION: tl.constexpr):
     """program_id is (row, part of the row)."""
     row = tl.program_id(0)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    draw = random_draws(seeds, row + tl.arange(0, 1), block, b, h, first_position, LOCATION, 1, BLOCKS)
-    column = tl.program_id(1) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
+    block = tl.program_id(1) * DROPOUT_BLOCKS + tl.arange(0, DROPOUT_BLOCKS)
+    draw = random_draws(seeds, row + tl.arange(0, 1), block, b, h, first_position, LOCATION, 1, DROPOUT_BLOCKS)
+    column = tl.program_id(1) * DROPOUT_BLOCKS * 16 + tl.arange(0, DROPOUT_BLOCKS * 16)
     at = row.to(tl.int64) * h + column
     value = tl.load(x + at, mask=column < h)
     raised = (value.to(tl.float32) * keep_scale).to(value.dtype)
-    kept = draw.reshape(BLOCKS * 16) >= dropped
+    kept = draw.reshape(DROPOUT_BLOCKS * 16) >= dropped
     tl.store(out + at, tl.where(kept, raised, tl.zeros_like(raised)), mask=column < h)
 
 
-def dropout_on_gpu(
-    x: Tensor, seeds: Tensor, location: int, first_position: int, dropped: int, keep_scale: float
-) -> Tensor:
-    """x [s, b, h], contiguous: `dropped` of 65,536 elements become 0, the other elements are multiplied by
-    `keep_scale`. The other arguments are those of `seeded_dropout`."""
+def seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first_position: int) -> Tensor:
+    """See `_seeded_dropout` of `dropout.py`."""
+    x = x.contiguous()
     s, b, h = x.shape
     out = torch.empty_like(x)
-    grid = s * b, triton.cdiv(h, 16 * DROPOUT_BLOCKS)
+    grid = s * b, triton.cdiv(h, 16 * DROPOUT_BLOCKS.value)
     dropout_kernel[grid](
-        x,
-        out,
-        seeds,
-        b,
-        h,
-        first_position,
-        dropped - 32768,
-        keep_scale,
-        LOCATION=location,
-        BLOCKS=DROPOUT_BLOCKS,
-        num_warps=DROPOUT_WARPS,
+        x, out, seeds, b, h, first_position, *limit_and_scale(dropped), LOCATION=location, num_warps=DROPOUT_WARPS
     )
     return out
+
+
+def limit_and_scale(dropped: int) -> tuple[int, float]:
+    """Return the smallest draw that keeps an element, and the scale of these elements."""
+    return dropped - 32768, 65536 / (65536 - dropped)
 
 
 # --- a layer between its matrix products
@@ -165,118 +168,87 @@ def gelu_gate(z, bell, TANH: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def gelu_kernel(x, y, size, TANH: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
-    """y = gelu(x). program_id is the number of a block of BLOCK elements."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+def gelu_kernel(x, y, size, TANH: tl.constexpr, FAST: tl.constexpr):
+    """y = gelu(x). program_id is the number of a block of LAYER_TILE elements."""
+    at = tl.program_id(0).to(tl.int64) * LAYER_TILE + tl.arange(0, LAYER_TILE)
+    z = load(x + at, at < size)
     gate = gelu_gate(z, tl.exp(-0.5 * z * z), TANH, FAST)
     tl.store(y + at, (z * gate).to(y.dtype.element_ty), mask=at < size)
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """gelu(x) of any shape."""
+    """See `_gelu` of `layer.py`."""
     x = x.contiguous()
-    y = torch.empty_like(x)
-    gelu_kernel[(triton.cdiv(x.numel(), LAYER_TILE),)](
-        x,
-        y,
-        x.numel(),
-        TANH=approximate == "tanh",
-        FAST=x.dtype != torch.float32,
-        BLOCK=LAYER_TILE,
-        num_warps=LAYER_WARPS,
-    )
+    y, size = torch.empty_like(x), x.numel()
+    gelu_kernel[(triton.cdiv(size, LAYER_TILE.value),)](x, y, size, **formula(x, approximate), num_warps=LAYER_WARPS)
     return y
 
 
+def formula(x: Tensor, approximate: str) -> dict[str, bool]:
+    """Return the constants of `gelu_gate`."""
+    return {"TANH": approximate == "tanh", "FAST": x.dtype != torch.float32}
+
+
 @triton.jit
-def gelu_backward_kernel(
-    dy, x, dx, sums, t, f, rows: tl.constexpr,
-    TANH: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dx = dy · gelu'(x) [t, f]; sums [programs, f]. program_id is (block of `rows` rows, block of COLUMNS columns)."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
-        row = tl.program_id(0) * rows + start + tl.arange(0, ROWS)
+def gelu_backward_kernel(dy, x, dx, sums, t, f, rows: tl.constexpr, TANH: tl.constexpr, FAST: tl.constexpr):
+    """dx = dy · gelu'(x) [t, f]; sums [programs, f]. program_id is (block of `rows` rows, block of columns)."""
+    column = tl.program_id(1) * GELU_COLUMNS + tl.arange(0, GELU_COLUMNS)
+    total = tl.zeros((GELU_ROWS, GELU_COLUMNS), tl.float32)
+    for start in tl.range(0, rows, GELU_ROWS, num_stages=LAYER_STAGES):
+        row = tl.program_id(0) * rows + start + tl.arange(0, GELU_ROWS)
         inside = (row < t)[:, None] & (column < f)[None, :]
         at = row.to(tl.int64)[:, None] * f + column[None, :]
-        z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        z = load(x + at, inside)
         bell = tl.exp(-0.5 * z * z)
         gate = gelu_gate(z, bell, TANH, FAST)
         if TANH:
             slope = gate + z * gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * z * z)
         else:
             slope = gate + z * bell * 0.3989422804014327
-        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * slope
+        grad = load(dy + at, inside) * slope
         tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=inside)
         total += grad
     tl.store(sums + tl.program_id(0) * f + column, tl.sum(total, axis=0), mask=column < f)
 
 
-def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """[..., f], [..., f] -> the gradient of x, and its sum [f]."""
+def bias_gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """See `_bias_gelu_backward` of `layer.py`."""
     dy, x = dy.contiguous(), x.contiguous()
     f = x.size(-1)
     t = x.numel() // f
-    dx, at_once = torch.empty_like(x), LAYER_TILE // GELU_COLUMNS
-    rows, blocks = _share_of_rows(t, at_once)
+    dx = torch.empty_like(x)
+    rows, blocks = share_of_rows(t, GELU_ROWS.value)
     sums = x.new_empty(blocks, f, dtype=torch.float32)
-    gelu_backward_kernel[blocks, triton.cdiv(f, GELU_COLUMNS)](
-        dy,
-        x,
-        dx,
-        sums,
-        t,
-        f,
-        rows,
-        TANH=approximate == "tanh",
-        FAST=x.dtype != torch.float32,
-        ROWS=at_once,
-        COLUMNS=GELU_COLUMNS,
-        STAGES=LAYER_STAGES,
-        num_warps=LAYER_WARPS,
+    gelu_backward_kernel[blocks, triton.cdiv(f, GELU_COLUMNS.value)](
+        dy, x, dx, sums, t, f, rows, **formula(x, approximate), num_warps=LAYER_WARPS
     )
     return dx, add_up(sums, x.dtype)
 
 
 @triton.jit
-def add_up_kernel(sums, out, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out [width] = the sum of sums [programs, width]. program_id is the number of a block of COLUMNS columns."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+def add_up_kernel(sums, out, programs, width, ROWS: tl.constexpr):
+    """out [width] = the sum of sums [programs, width]. program_id is the number of a block of SUM_COLUMNS columns."""
+    column = tl.program_id(0) * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
     row = tl.arange(0, ROWS)
     inside = (row < programs)[:, None] & (column < width)[None, :]
-    value = tl.load(sums + row[:, None] * width + column[None, :], mask=inside, other=0.0)
+    value = load(sums + row[:, None] * width + column[None, :], inside)
     tl.store(out + column, tl.sum(value, axis=0).to(out.dtype.element_ty), mask=column < width)
 
 
 def add_up(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 [programs, ...] -> the sum over the programs, in one launch; torch's sum and its rounding take three."""
     out = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
-    add_up_kernel[(triton.cdiv(out.numel(), SUM_COLUMNS),)](
-        sums, out, len(sums), out.numel(), ROWS=triton.next_power_of_2(len(sums)), COLUMNS=SUM_COLUMNS, num_warps=8
+    add_up_kernel[(triton.cdiv(out.numel(), SUM_COLUMNS.value),)](
+        sums, out, len(sums), out.numel(), ROWS=triton.next_power_of_2(len(sums)), num_warps=SUM_WARPS
     )
     return out
 
 
 @triton.jit
 def stack_qkv_kernel(
-    dq,
-    dk,
-    dv,
-    out,
-    sums,
-    t,
-    b,
-    n,
-    d,
-    stride_s,
-    stride_b,
-    stride_n,
-    rows: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dq, dk, dv, out, sums, t, b, n, d, stride_s, stride_b, stride_n,
+    rows: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """out [t, n, 3, d] and sums [programs, n, 3, d] from dq, dk and dv [s, b, n, d], which have the same strides.
     program_id is (block of `rows` rows, head)."""
     head, column = tl.program_id(1), tl.arange(0, COLUMNS)
@@ -295,31 +267,19 @@ def stack_qkv_kernel(
 
 
 def stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """Three of [s, b, n, d] -> [s, b, n, 3, d], and its sum [n·3·d]."""
+    """See `_stack_qkv` of `layer.py`."""
     s, b, n, d = dq.shape
     if dq.stride(-1) != 1 or not dq.stride() == dk.stride() == dv.stride():
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
     columns = triton.next_power_of_2(d)
-    at_once = max(LAYER_TILE // columns, 1)
-    rows, blocks = _share_of_rows(s * b, at_once)
+    at_once = max(LAYER_TILE.value // columns, 1)
+    rows, blocks = share_of_rows(s * b, at_once)
     out = dq.new_empty(s, b, n, 3, d)
     sums = dq.new_empty(blocks, n * 3 * d, dtype=torch.float32)
     stack_qkv_kernel[blocks, n](
-        dq,
-        dk,
-        dv,
-        out,
-        sums,
-        s * b,
-        b,
-        n,
-        d,
-        *dq.stride()[:3],
-        rows,
-        ROWS=at_once,
-        COLUMNS=columns,
-        num_warps=LAYER_WARPS,
-    )
+        dq, dk, dv, out, sums, s * b, b, n, d, *dq.stride()[:3],
+        rows, ROWS=at_once, COLUMNS=columns, num_warps=LAYER_WARPS,
+    )  # fmt: skip
     return out, add_up(sums, dq.dtype)
 
 
@@ -338,8 +298,8 @@ def add_norm_kernel(
     at = row.to(tl.int64)[:, None] * h + column[None, :]
     value = tl.load(x + at, mask=inside, other=0.0)
     if BRANCH:
-        added = tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
-        added += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        added = load(branch + at, inside)
+        added += load(bias + column, real)[None, :]
         if DROPOUT:
             block = tl.arange(0, BLOCK // 16)
             draw = random_draws(seeds, row, block, b, h, first_position, LOCATION, ROWS, BLOCK // 16)
@@ -353,8 +313,8 @@ def add_norm_kernel(
         scale = tl.rsqrt(tl.sum(value * value, axis=1) / h + eps)
         tl.store(mean + row, centre, mask=row < t)
         tl.store(rstd + row, scale, mask=row < t)
-        value *= scale[:, None] * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)[None, :]
-        value += tl.load(norm_bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        value *= scale[:, None] * load(weight + column, real)[None, :]
+        value += load(norm_bias + column, real)[None, :]
         tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -371,7 +331,7 @@ def add_norm_backward_kernel(
     column = tl.arange(0, BLOCK)
     real = column < h
     if NORM:
-        scale = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+        scale = load(weight + column, real)
         of_weight, of_bias = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     of_branch = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
@@ -380,10 +340,10 @@ def add_norm_backward_kernel(
         at = row.to(tl.int64)[:, None] * h + column[None, :]
         value = tl.load(grad + at, mask=inside, other=0.0)
         if NORM:
-            of_y = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-            inverse = tl.load(rstd + row, mask=row < t, other=0.0)[:, None]
-            centre = tl.load(mean + row, mask=row < t, other=0.0)[:, None]
-            normed = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - centre) * inverse
+            of_y = load(dy + at, inside)
+            inverse = load(rstd + row, row < t)[:, None]
+            centre = load(mean + row, row < t)[:, None]
+            normed = (load(x + at, inside) - centre) * inverse
             of_bias += of_y
             of_weight += of_y * normed
             of_y *= scale[None, :]
@@ -405,7 +365,7 @@ def add_norm_backward_kernel(
         tl.store(place + 2 * h, tl.sum(of_bias, axis=0), mask=real)
 
 
-def add_norm(
+def bias_dropout_add_norm(
     x: Tensor,
     branch: Tensor | None,
     bias: Tensor | None,
@@ -414,11 +374,10 @@ def add_norm(
     eps: float,
     seeds: Tensor | None,
     dropped: int,
-    keep_scale: float,
     location: int,
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_add_norm` of `layer.py`, with p as `dropped` of 65,536 elements and the scale of the others."""
+    """See `_bias_dropout_add_norm` of `layer.py`."""
     x, branch = x.contiguous(), None if branch is None else branch.contiguous()
     s, b, h = x.shape
     out, shape = x.new_empty(0 if branch is None else x.shape), tile(h)
@@ -427,13 +386,13 @@ def add_norm(
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))  # Results may not share memory.
     add_norm_kernel[(triton.cdiv(s * b, shape["ROWS"]),)](
         x, branch, bias, weight, norm_bias, seeds, out, y, mean, rstd,
-        s * b, b, h, eps, first_position, dropped - 32768, keep_scale,
+        s * b, b, h, eps, first_position, *limit_and_scale(dropped),
         LOCATION=location, BRANCH=branch is not None, DROPOUT=seeds is not None, NORM=weight is not None, **shape,
     )  # fmt: skip
     return out, y, mean, rstd
 
 
-def add_norm_backward(
+def bias_dropout_add_norm_backward(
     grad: Tensor,
     dy: Tensor | None,
     x: Tensor | None,
@@ -442,21 +401,20 @@ def add_norm_backward(
     weight: Tensor | None,
     seeds: Tensor | None,
     dropped: int,
-    keep_scale: float,
     location: int,
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_add_norm_backward` of `layer.py`, with p as in `add_norm`."""
+    """See `_bias_dropout_add_norm_backward` of `layer.py`."""
     grad, dy = grad.contiguous(), None if dy is None else dy.contiguous()
     s, b, h = grad.shape
     shape = tile(h)
-    rows, blocks = _share_of_rows(s * b, shape["ROWS"])
+    rows, blocks = share_of_rows(s * b, shape["ROWS"])
     dx = grad.new_empty(0 if weight is None else grad.shape)
     d_branch = grad.new_empty(0 if seeds is None else grad.shape)
     sums = grad.new_empty(blocks, 1 if weight is None else 3, h, dtype=torch.float32)
     add_norm_backward_kernel[(blocks,)](
         grad, dy, x, mean, rstd, weight, seeds, dx, d_branch, sums,
-        s * b, b, h, rows, first_position, dropped - 32768, keep_scale,
+        s * b, b, h, rows, first_position, *limit_and_scale(dropped),
         LOCATION=location, DROPOUT=seeds is not None, NORM=weight is not None,
         STAGES=1 if grad.dtype == torch.float32 else LAYER_STAGES, **shape,  # Wide rows in float32 fill the registers.
     )  # fmt: skip
@@ -466,11 +424,11 @@ def add_norm_backward(
 def tile(h: int) -> dict[str, int]:
     """Return the shape of a program's tile for rows of h elements, and its warps."""
     block = max(triton.next_power_of_2(h), 16)
-    rows = max(LAYER_TILE // block, 1)
+    rows = max(LAYER_TILE.value // block, 1)
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(rows * block // 512, 1)}
 
 
-def _share_of_rows(t: int, at_once: int) -> tuple[int, int]:
+def share_of_rows(t: int, at_once: int) -> tuple[int, int]:
     """Return how many rows each program sums, a multiple of `at_once`, and the number of programs."""
     rows = triton.cdiv(triton.cdiv(t, LAYER_PROGRAMS), at_once) * at_once
     return rows, triton.cdiv(t, rows)
@@ -481,18 +439,9 @@ def _share_of_rows(t: int, at_once: int) -> tuple[int, int]:
 
 @triton.jit
 def cross_entropy_kernel(
-    logits,
-    stats,
-    target,
-    is_local,
-    weight,
-    tokens,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FIND_STATS: tl.constexpr,
-    WRITE_GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, stats, target, is_local, token_weight, tokens,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FIND_STATS: tl.constexpr, WRITE_GRADIENT: tl.constexpr,
+):  # fmt: skip
     """A row of logits [c, v/tp].
 
     stats: [3, c] float32, written if FIND_STATS, else read.
@@ -500,11 +449,11 @@ def cross_entropy_kernel(
     row = tl.program_id(0)
     logits += row.to(tl.int64) * WIDTH
     stats += row
-    block = tl.arange(0, BLOCK)
+    block = tl.arange(0, LOSS_COLUMNS)
     if FIND_STATS:
         largest = tl.full((), -3.4028234663852886e38, tl.float32)
         total = tl.full((), 0.0, tl.float32)
-        for first in range(0, COLUMNS, BLOCK):
+        for first in range(0, COLUMNS, LOSS_COLUMNS):
             at = first + block
             # The mask of the load has whole 16 bytes, unlike the padding, which is replaced after it.
             x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last")
@@ -521,10 +470,10 @@ def cross_entropy_kernel(
     if WRITE_GRADIENT:
         if FIND_STATS:
             tl.debug_barrier()  # every thread has read the target's logit
-        factor = tl.load(weight + row)
+        factor = tl.load(token_weight + row)
         of_target = tl.where(tl.load(is_local + row), tl.load(target + row), -1)
         scale = factor / total
-        for first in range(0, WIDTH, BLOCK):
+        for first in range(0, WIDTH, LOSS_COLUMNS):
             at = first + block
             x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_first")
             exponent = tl.where(at < COLUMNS, x.to(tl.float32) - largest, float("-inf"))
@@ -532,7 +481,14 @@ def cross_entropy_kernel(
             tl.store(logits + at, gradient.to(x.dtype), mask=at < WIDTH)
 
 
-def cross_entropy_on_gpu(
+def vocab_statistics(logits: Tensor, target: Tensor, is_local: Tensor, columns: int) -> Tensor:
+    """See `_vocab_statistics` of `cross_entropy.py`."""
+    stats = logits.new_empty(3, len(logits), dtype=torch.float32)
+    cross_entropy_gradient_(logits, stats, target, is_local, columns, None, find_stats=True)
+    return stats
+
+
+def cross_entropy_gradient_(
     logits: Tensor,
     stats: Tensor,
     target: Tensor,
@@ -541,62 +497,47 @@ def cross_entropy_on_gpu(
     weight: Tensor | None,
     find_stats: bool,
 ) -> None:
-    """logits: [c, v/tp], contiguous. weight: [c] float32; if given, the logits are overwritten with their gradient. The
-    other arguments are those of `VocabParallelTargets` and of `vocab_parallel_softmax`."""
+    """logits: [c, v/tp], contiguous. Without a weight no gradient is written."""
     tokens, width = logits.shape
     cross_entropy_kernel[(tokens,)](
-        logits,
-        stats,
-        target,
-        is_local,
-        stats if weight is None else weight,
-        tokens,
-        COLUMNS=columns,
-        WIDTH=width,
-        FIND_STATS=find_stats,
-        WRITE_GRADIENT=weight is not None,
-        BLOCK=LOSS_COLUMNS,
-        num_warps=LOSS_WARPS,
-    )
+        logits, stats, target, is_local, stats if weight is None else weight, tokens,
+        COLUMNS=columns, WIDTH=width, FIND_STATS=find_stats, WRITE_GRADIENT=weight is not None, num_warps=LOSS_WARPS,
+    )  # fmt: skip
 
 
 # --- lists of tensors
 
 
-def is_aligned(*lists: Sequence[Tensor]) -> bool:
-    """Return True if all tensors are contiguous, and if those of a list have one dtype and distances of whole units."""
-    return all(
-        x.is_contiguous()
-        and x.dtype == of[0].dtype
-        and (x.data_ptr() - of[0].data_ptr()) % (UNIT * x.element_size()) == 0
-        for of in lists
-        for x in of
-    )
+def launch_on_lists(kernel, lists: Sequence[Sequence[Tensor]], *args: object, **constants: bool) -> bool:
+    """Start a program for each chunk of these lists, whose tensors have equal sizes. The kernel gets the first tensor
+    of each list, the table, the number of tensors, and `args`. Sizes are counted in whole units, too, if that is
+    possible.
 
-
-def table_of(*lists: Sequence[Tensor]) -> tuple[Tensor, int, dict[str, int]]:
-    """Return the table of these lists, whose tensors have equal sizes, the number of chunks, and the constants of a
-    kernel. If possible, the sizes are also counted in whole units."""
-    assert is_aligned(*lists)
-    sizes, device = [x.numel() for x in lists[0]], lists[0][0].device
-    first_chunks = list(itertools.accumulate((triton.cdiv(size, CHUNK) for size in sizes), initial=0))
-    size_unit = UNIT if all(size % UNIT == 0 for size in sizes) else 1
-    distances = [[(x.data_ptr() - of[0].data_ptr()) // (UNIT * x.element_size()) for x in of] for of in lists]
+    Return False, and start nothing, unless all tensors are contiguous, and those of a list have one dtype and distances
+    of whole units.
+    """
+    sizes, distances = [x.numel() for x in lists[0]], []
+    for first, *others in lists:
+        unit = UNIT.value * first.element_size()
+        bytes_after = [x.data_ptr() - first.data_ptr() for x in (first, *others)]
+        is_supported = all(x.dtype == first.dtype and x.is_contiguous() for x in (first, *others))
+        if not is_supported or any(distance % unit for distance in bytes_after):
+            return False
+        distances.append([distance // unit for distance in bytes_after])
+    *first_chunks, chunks = itertools.accumulate((triton.cdiv(size, CHUNK.value) for size in sizes), initial=0)
+    size_unit = UNIT.value if all(size % UNIT.value == 0 for size in sizes) else 1
     # From pinned memory, so that the host does not wait.
-    rows = [first_chunks[:-1], [size // size_unit for size in sizes], *distances]
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    constants = {
-        "TENSORS": triton.next_power_of_2(len(sizes)),
-        "SIZE_UNIT": size_unit,
-        "UNIT": UNIT,
-        "CHUNK": CHUNK,
-        "BLOCK": LIST_BLOCK,
-    }
-    return table.to(device, non_blocking=True), first_chunks[-1], constants
+    rows, device = [first_chunks, [size // size_unit for size in sizes], *distances], lists[0][0].device
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    kernel[(chunks,)](
+        *(of[0] for of in lists), table, len(sizes), *args,
+        TENSORS=triton.next_power_of_2(len(sizes)), SIZE_UNIT=size_unit, num_warps=LIST_WARPS, **constants,
+    )  # fmt: skip
+    return True
 
 
 @triton.jit
-def find_chunk(table, tensors, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr, CHUNK: tl.constexpr):
+def find_chunk(table, tensors, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr):
     """The column of this program's tensor in the table, and the first element and the end of the program's chunk."""
     chunk = tl.program_id(0)
     number = tl.arange(0, TENSORS)
@@ -607,110 +548,52 @@ def find_chunk(table, tensors, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr, C
 
 
 @triton.jit
-def squares_kernel(
-    x,
-    partial_sums,
-    table,
-    tensors,
-    TENSORS: tl.constexpr,
-    SIZE_UNIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def squares_kernel(x, table, tensors, partial_sums, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr):
     """Σ x² of each chunk, float32."""
-    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT, CHUNK)
+    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT)
     x += tl.load(column + 2 * tensors) * UNIT
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, CHUNK, BLOCK):
-        at = start + first + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < end, other=0.0).to(tl.float32)
+    total = tl.zeros((LIST_BLOCK,), tl.float32)
+    for first in range(0, CHUNK, LIST_BLOCK):
+        at = start + first + tl.arange(0, LIST_BLOCK)
+        value = load(x + at, at < end)
         total += value * value
     tl.store(partial_sums + tl.program_id(0), tl.sum(total))
 
 
-def sum_of_squares_on_gpu(tensors: Sequence[Tensor]) -> Tensor:
-    """Σ x² of all tensors, a float32 scalar. The order of the sum is the same in each run."""
-    table, chunks, constants = table_of(tensors)
-    partial_sums = torch.empty(chunks, dtype=torch.float32, device=table.device)
-    squares_kernel[(chunks,)](
-        tensors[0],
-        partial_sums,
-        table,
-        len(tensors),
-        **constants,
-        num_warps=LIST_WARPS,
-    )
-    return partial_sums.sum()
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The order of the sum is the same in each run."""
+    chunks = sum(triton.cdiv(x.numel(), CHUNK.value) for x in tensors)
+    partial_sums = torch.empty(chunks, dtype=torch.float32, device=tensors[0].device)
+    return partial_sums.sum() if launch_on_lists(squares_kernel, [tensors], partial_sums) else NotImplemented
 
 
 @triton.jit
-def add_kernel(
-    total,
-    x,
-    table,
-    tensors,
-    ADD: tl.constexpr,
-    TENSORS: tl.constexpr,
-    SIZE_UNIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def add_kernel(total, x, table, tensors, ADD: tl.constexpr, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr):
     """total += x if ADD, else total = x."""
-    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT, CHUNK)
+    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT)
     total += tl.load(column + 2 * tensors) * UNIT
     x += tl.load(column + 3 * tensors) * UNIT
-    for first in range(0, CHUNK, BLOCK):
-        at = start + first + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < end).to(tl.float32)
+    for first in range(0, CHUNK, LIST_BLOCK):
+        at = start + first + tl.arange(0, LIST_BLOCK)
+        value = load(x + at, at < end)
         if ADD:
-            value += tl.load(total + at, mask=at < end)
+            value += load(total + at, at < end)
         tl.store(total + at, value, mask=at < end)
 
 
-def add_on_gpu(totals: Sequence[Tensor], tensors: Sequence[Tensor], *, add: bool) -> None:
-    """totals += tensors, or totals = tensors without `add`. totals: float32."""
-    table, chunks, constants = table_of(totals, tensors)
-    add_kernel[(chunks,)](
-        totals[0],
-        tensors[0],
-        table,
-        len(totals),
-        ADD=add,
-        **constants,
-        num_warps=LIST_WARPS,
-    )
+def add_grads_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) -> NotImplementedType | None:
+    """See `_add_grads_` of `optimizer.py`."""
+    return None if launch_on_lists(add_kernel, [totals, grads], ADD=add) else NotImplemented
 
 
 @triton.jit
 def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    param,
-    table,
-    tensors,
-    step,
-    rate,
-    grad_scale,
-    found_inf,
-    new_share,
-    new_share_sq,
-    log2_beta1,
-    log2_beta2,
-    eps,
-    weight_decay,
-    HAS_PARAM: tl.constexpr,
-    TENSORS: tl.constexpr,
-    SIZE_UNIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    master, grad, exp_avg, exp_avg_sq, param, table, tensors, step, rate, grad_scale, found_inf,
+    new_share, new_share_sq, log2_beta1, log2_beta2, eps, weight_decay,
+    HAS_PARAM: tl.constexpr, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr,
+):  # fmt: skip
     """`adamw_` of a chunk. new_share: 1 - β1, new_share_sq: 1 - β2, computed in float64 and rounded."""
-    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT, CHUNK)
+    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT)
     if tl.load(found_inf) == 0:
         master += tl.load(column + 2 * tensors) * UNIT
         grad += tl.load(column + 3 * tensors) * UNIT
@@ -724,12 +607,12 @@ def adamw_kernel(
         correction_sq = tl.sqrt((1.0 - tl.exp2(number * log2_beta2)).to(tl.float32))
         lr = tl.load(rate)
         unscale = 1.0 / tl.load(grad_scale)
-        for first in range(0, CHUNK, BLOCK):
-            at = start + first + tl.arange(0, BLOCK)
-            g = tl.load(grad + at, mask=at < end) * unscale
-            m = tl.load(exp_avg + at, mask=at < end)
-            v = tl.load(exp_avg_sq + at, mask=at < end)
-            w = tl.load(master + at, mask=at < end)
+        for first in range(0, CHUNK, LIST_BLOCK):
+            at = start + first + tl.arange(0, LIST_BLOCK)
+            g = load(grad + at, at < end) * unscale
+            m = load(exp_avg + at, at < end)
+            v = load(exp_avg_sq + at, at < end)
+            w = load(master + at, at < end)
             m += new_share * (g - m)
             v += new_share_sq * (g * g - v)
             w -= lr * weight_decay * w
@@ -741,7 +624,7 @@ def adamw_kernel(
                 tl.store(param + at, w.to(param.dtype.element_ty), mask=at < end)
 
 
-def adamw_on_gpu(
+def adamw_(
     masters: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -756,30 +639,11 @@ def adamw_on_gpu(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """`_adamw_` of `optimizer.py`."""
-    lists = [masters, grads, exp_avgs, exp_avg_sqs, *([out_params] if out_params else [])]
-    table, chunks, constants = table_of(*lists)
-    adamw_kernel[(chunks,)](
-        masters[0],
-        grads[0],
-        exp_avgs[0],
-        exp_avg_sqs[0],
-        out_params[0] if out_params else masters[0],
-        table,
-        len(masters),
-        steps[0],
-        rate,
-        grad_scale,
-        found_inf,
-        1 - beta1,
-        1 - beta2,
-        math.log2(beta1),
-        math.log2(beta2),
-        eps,
-        weight_decay,
-        HAS_PARAM=bool(out_params),
-        **constants,
-        num_warps=LIST_WARPS,
-    )
+    """See `_adamw_` of `optimizer.py`."""
+    lists = [masters, grads, exp_avgs, exp_avg_sqs, out_params or masters]
+    shares, logarithms = (1 - beta1, 1 - beta2), (math.log2(beta1), math.log2(beta2))
+    scalars = (steps[0], rate, grad_scale, found_inf, *shares, *logarithms, eps, weight_decay)
+    launched = launch_on_lists(adamw_kernel, lists, *scalars, HAS_PARAM=bool(out_params))
+    assert launched, "the optimizer's tensors begin at multiples of 64 elements of their buffers"
     # A list, because the host would wait for the value of a single tensor.
     torch._foreach_add_(list(steps), [1 - found_inf] * len(steps))

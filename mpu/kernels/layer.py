@@ -15,15 +15,14 @@ counts (`tests/fake_cuda/test_kernels.py`). `in_triton.py` has the times on an H
 Legend: b batch, s sequence, t = s · b tokens, h hidden, n heads, d head size.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernels.dropout import DROPOUT, drop_threshold, keep_scale
-from mpu.kernels.triton_kernel import TritonKernel, example_tensor
+from mpu.kernels.dropout import DROPOUT, drop_threshold
+from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
 # The arguments of `seeded_dropout` after x: seeds [b, 3] (None: no dropout), p, which dropout of the layer, and the
 # first position.
@@ -66,7 +65,10 @@ def add_norm(
     """Return out = x + dropout(branch + bias) and y = norm(out), [s, b, h]. Without a branch out is x; without a norm
     y is empty."""
     affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, branch, bias, *affine, *dropout)  # type: ignore[no-untyped-call]
+    seeds, p, *place = dropout
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        x, branch, bias, *affine, seeds, drop_threshold(p), *place
+    )
     return out
 
 
@@ -79,7 +81,8 @@ class _Gelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *GELU_BACKWARD(dy, *ctx.saved_tensors, ctx.approximate), None
+        (x,) = ctx.saved_tensors
+        return *GELU_BACKWARD(dy, x, ctx.approximate), None
 
 
 class _SplitQKV(torch.autograd.Function):
@@ -116,8 +119,8 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, seeds = ctx.saved_tensors
-        of_norm = (dy, x, mean, rstd, weight) if weight is not None else (None,) * 5
-        dx, d_branch, of_vectors = ADD_NORM_BACKWARD(grad, *of_norm, seeds, *ctx.place)
+        dy_of_norm = None if weight is None else dy
+        dx, d_branch, of_vectors = ADD_NORM_BACKWARD(grad, dy_of_norm, x, mean, rstd, weight, seeds, *ctx.place)
         dx = grad if weight is None else dx
         d_branch = dx if seeds is None else d_branch
         of_branch = (d_branch, of_vectors[0]) if ctx.has_branch else (None, None)
@@ -131,32 +134,20 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-def _gelu_in_triton(*args: Any) -> Tensor:
-    from mpu.kernels.in_triton import gelu
+def _gelu_examples(dtype: torch.dtype) -> Examples:
+    for approximate in ("tanh", "none"):
+        yield example_tensor(dtype, 5, 3, 300), approximate
 
-    return gelu(*args)
 
-
-def _gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+def _bias_gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """[..., f], [..., f] -> the gradient of x, and its sum [f]."""
     dx = torch.ops.aten.gelu_backward(dy.contiguous(), x.contiguous(), approximate=approximate)
     return dx, dx.flatten(0, -2).sum(dim=0)
 
 
-def _gelu_backward_in_triton(*args: Any) -> tuple[Tensor, Tensor]:
-    from mpu.kernels.in_triton import gelu_backward
-
-    return gelu_backward(*args)
-
-
-def _gelu_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for approximate in ("tanh", "none"):
-        yield example_tensor(5, 3, 300, dtype=dtype, device=device), approximate
-
-
-def _gelu_backward_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for approximate in ("tanh", "none"):
-        yield *example_tensor(2, 5, 3, 300, dtype=dtype, device=device), approximate
+def _gelu_backward_examples(dtype: torch.dtype) -> Examples:
+    for x, approximate in _gelu_examples(dtype):
+        yield x.flip(0), x, approximate
 
 
 def _stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,19 +156,13 @@ def _stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
     return stacked, stacked.flatten(2).sum(dim=(0, 1))
 
 
-def _stack_qkv_in_triton(*args: Any) -> tuple[Tensor, Tensor]:
-    from mpu.kernels.in_triton import stack_qkv
-
-    return stack_qkv(*args)
-
-
-def _qkv_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    stacked = example_tensor(5, 3, 2, 3, 40, dtype=dtype, device=device)  # [s, b, n, 3, d]
+def _qkv_examples(dtype: torch.dtype) -> Examples:
+    stacked = example_tensor(dtype, 5, 3, 2, 3, 40)  # [s, b, n, 3, d]
     yield stacked.unbind(3)
     yield stacked.permute(3, 1, 2, 0, 4).contiguous().permute(0, 3, 1, 2, 4).unbind()  # of three [b, n, s, d]
 
 
-def _add_norm(
+def _bias_dropout_add_norm(
     x: Tensor,
     branch: Tensor | None,
     bias: Tensor | None,
@@ -185,17 +170,20 @@ def _add_norm(
     norm_bias: Tensor | None,
     eps: float,
     seeds: Tensor | None,
-    p: float,
+    dropped: int,
     location: int,
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out and y [s, b, h], and the mean and the inverse standard deviation of each token of out, [t] float32.
-    Without a branch out is x, and the first result is empty. Without a norm (weight) the last three are empty."""
+    Without a branch out is x, and the first result is empty. Without a norm (weight) the last three are empty.
+
+    seeds, dropped, location, first_position: as in `_seeded_dropout`; without seeds nothing is dropped.
+    """
     out, y, mean, rstd = (x.new_empty(0, dtype=dtype) for dtype in (x.dtype, x.dtype, torch.float32, torch.float32))
     if branch is not None and bias is not None:
         added = branch.float() + bias.float()
         if seeds is not None:
-            added = DROPOUT.reference(added, p, seeds, location, first_position)
+            added = DROPOUT.reference(added, dropped, seeds, location, first_position)
         out = x = (x.float() + added).to(x.dtype)
     if weight is not None and norm_bias is not None:
         wide = torch.native_layer_norm(x.float(), weight.shape, weight.float(), norm_bias.float(), eps)
@@ -203,29 +191,24 @@ def _add_norm(
     return out, y, mean, rstd
 
 
-def _with_threshold(*args: Any) -> Iterator[Any]:
-    """The arguments with `drop_threshold` and `keep_scale` instead of p, the third from the end."""
-    *tensors, p, location, first_position = args
-    yield from (*tensors, drop_threshold(p), keep_scale(p), location, first_position)
+NOTHING_DROPPED = (None, 0, 0, 0)
 
 
-def _add_norm_in_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from mpu.kernels.in_triton import add_norm
-
-    return add_norm(*_with_threshold(*args))
+def _example_dropouts() -> tuple[tuple[Tensor | None, int, int, int], ...]:
+    return (torch.tensor([[7, 1, 0], [2**31 - 5, 2**40, 3], [7, 2, 0]]), 32768, 2, 7), NOTHING_DROPPED
 
 
-def _add_norm_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+def _add_norm_examples(dtype: torch.dtype) -> Examples:
     # Multiples of 1/8, so that the sums are exact in 16 bits: else a rounding of them would change the mean.
-    x, branch = example_tensor(2, 5, 3, 100, dtype=dtype, device=device).mul(8).round().div(8)
-    vectors = example_tensor(3, 100, dtype=dtype, device=device).mul(8).round().div(8).unbind()
-    for dropout in (_example_dropout(device), NO_DROPOUT):
+    x, branch = example_tensor(dtype, 2, 5, 3, 100).mul(8).round().div(8)
+    vectors = example_tensor(dtype, 3, 100).mul(8).round().div(8).unbind()
+    for dropout in _example_dropouts():
         yield x, branch, *vectors, 1e-5, *dropout
         yield x, branch, vectors[0], None, None, 0.0, *dropout
-    yield x, None, None, *vectors[1:], 1e-5, *NO_DROPOUT
+    yield x, None, None, *vectors[1:], 1e-5, *NOTHING_DROPPED
 
 
-def _add_norm_backward(
+def _bias_dropout_add_norm_backward(
     grad: Tensor,
     dy: Tensor | None,
     x: Tensor | None,
@@ -233,7 +216,7 @@ def _add_norm_backward(
     rstd: Tensor | None,
     weight: Tensor | None,
     seeds: Tensor | None,
-    p: float,
+    dropped: int,
     location: int,
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,30 +237,20 @@ def _add_norm_backward(
         dx = (total + inverse * (of_normed - of_normed.mean(dim=-1, keepdim=True) - normed * along)).to(grad.dtype)
         total, of_norm = dx.float(), [dy.float() * normed, dy.float()]
     if seeds is not None:
-        total = DROPOUT.reference(total, p, seeds, location, first_position)
+        total = DROPOUT.reference(total, dropped, seeds, location, first_position)
         d_branch = total.to(grad.dtype)
     return dx, d_branch, torch.stack([total, *of_norm]).sum(dim=(1, 2)).to(grad.dtype)
 
 
-def _add_norm_backward_in_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from mpu.kernels.in_triton import add_norm_backward
-
-    return add_norm_backward(*_with_threshold(*args))
-
-
-def _add_norm_backward_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    grad, dy, x = example_tensor(3, 5, 3, 100, dtype=dtype, device=device)
-    weight, mean = example_tensor(100, dtype=dtype, device=device), x.float().mean(dim=-1).flatten()
-    for dropout in (_example_dropout(device), NO_DROPOUT):
+def _add_norm_backward_examples(dtype: torch.dtype) -> Examples:
+    grad, dy, x = example_tensor(dtype, 3, 5, 3, 100)
+    weight, mean = example_tensor(dtype, 100), x.float().mean(dim=-1).flatten()
+    for dropout in _example_dropouts():
         yield grad, dy, x, mean, torch.ones_like(mean), weight, *dropout
         yield grad, None, None, None, None, None, *dropout
 
 
-def _example_dropout(device: torch.device) -> HiddenDropout:
-    return torch.tensor([[7, 1, 0], [2**31 - 5, 2**40, 3], [7, 2, 0]], device=device), 0.5, 2, 7
-
-
-def _add_norm_shapes(
+def _add_norm_fake(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, weight: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, y = (x.new_empty(0 if given is None else x.shape) for given in (branch, weight))
@@ -285,22 +258,16 @@ def _add_norm_shapes(
     return out, y, mean, rstd
 
 
-def _add_norm_backward_shapes(grad: Tensor, *rest: Any) -> Any:
+def _add_norm_backward_fake(grad: Tensor, *rest: Any) -> Any:
     *_, weight, seeds, _, _, _ = rest
     sizes = (0 if given is None else grad.shape for given in (weight, seeds))
     return *(grad.new_empty(size) for size in sizes), grad.new_empty(1 if weight is None else 3, grad.size(-1))
 
 
-GELU = TritonKernel("gelu", _gelu, _gelu_in_triton, _gelu_examples)
-GELU_BACKWARD = TritonKernel("bias_gelu_backward", _gelu_backward, _gelu_backward_in_triton, _gelu_backward_examples)
-STACK_QKV = TritonKernel("stack_qkv", _stack_qkv, _stack_qkv_in_triton, _qkv_examples)
-ADD_NORM = TritonKernel(
-    "bias_dropout_add_norm", _add_norm, _add_norm_in_triton, _add_norm_examples, fake=_add_norm_shapes
-)
+GELU = TritonKernel(_gelu, _gelu_examples)
+GELU_BACKWARD = TritonKernel(_bias_gelu_backward, _gelu_backward_examples)
+STACK_QKV = TritonKernel(_stack_qkv, _qkv_examples)
+ADD_NORM = TritonKernel(_bias_dropout_add_norm, _add_norm_examples, fake=_add_norm_fake)
 ADD_NORM_BACKWARD = TritonKernel(
-    "bias_dropout_add_norm_backward",
-    _add_norm_backward,
-    _add_norm_backward_in_triton,
-    _add_norm_backward_examples,
-    fake=_add_norm_backward_shapes,
+    _bias_dropout_add_norm_backward, _add_norm_backward_examples, fake=_add_norm_backward_fake
 )

@@ -2,14 +2,14 @@
 AdamW. A GPU computes each one in one pass and one launch (`in_triton.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from mpu.kernels.triton_kernel import TritonKernel, example_tensor
+from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
 EXAMPLE_SIZES = (64, 16384, 40_000)
 
@@ -20,12 +20,6 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor, dtype=torch.float32) ** 2
     return total
-
-
-def _sum_of_squares_in_triton(tensors: Sequence[Tensor]) -> Tensor:
-    from mpu.kernels.in_triton import is_aligned, sum_of_squares_on_gpu
-
-    return sum_of_squares_on_gpu(tensors) if is_aligned(tensors) else _sum_of_squares(tensors)
 
 
 def _add_grads_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) -> None:
@@ -39,15 +33,6 @@ def _add_grads_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) ->
             total.add_(grad)
         else:
             total.copy_(grad)
-
-
-def _add_grads_in_triton_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) -> None:
-    from mpu.kernels.in_triton import add_on_gpu, is_aligned
-
-    if is_aligned(totals, grads):
-        add_on_gpu(totals, grads, add=add)
-    else:
-        _add_grads_(totals, grads, add)
 
 
 def _adamw_(
@@ -95,29 +80,23 @@ def _adamw_(
         param.copy_(master)
 
 
-def _adamw_in_triton_(*args: Any) -> None:
-    from mpu.kernels.in_triton import adamw_on_gpu
-
-    adamw_on_gpu(*args)
+def _example_tensors(dtype: torch.dtype) -> list[Tensor]:
+    return [example_tensor(dtype, size) for size in EXAMPLE_SIZES]
 
 
-def _example_tensors(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    return [example_tensor(size, dtype=dtype, device=device) for size in EXAMPLE_SIZES]
+def _examples_of_squares(dtype: torch.dtype) -> Examples:
+    yield (_example_tensors(dtype),)
 
 
-def _examples_of_squares(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    yield (_example_tensors(device, dtype),)
-
-
-def _examples_of_add(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+def _examples_of_add(dtype: torch.dtype) -> Examples:
     for of_grads in (torch.float32, torch.bfloat16, torch.float16):
         for add in (False, True):
-            yield _example_tensors(device, torch.float32), _example_tensors(device, of_grads), add
+            yield _example_tensors(torch.float32), _example_tensors(of_grads), add
 
 
-def _examples_of_adamw(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    tensors = _example_tensors(device, torch.float32)
-    rate, scale, zero, three = (torch.tensor(number, device=device) for number in (0.1, 2.0, 0.0, 3.0))
+def _examples_of_adamw(dtype: torch.dtype) -> Examples:
+    tensors = _example_tensors(torch.float32)
+    rate, scale, zero, three = torch.tensor([0.1, 2.0, 0.0, 3.0]).unbind()
     for of_params in (None, torch.bfloat16, torch.float16):
         yield (
             tensors,
@@ -126,13 +105,7 @@ def _examples_of_adamw(device: torch.device, dtype: torch.dtype) -> Iterator[tup
             [x.square() for x in tensors],
             [three] * len(tensors),
             [torch.zeros_like(x, dtype=of_params) for x in tensors] if of_params else [],
-            rate,
-            scale,
-            zero,
-            0.9,
-            0.999,
-            1e-3,
-            0.1,
+            *(rate, scale, zero, 0.9, 0.999, 1e-3, 0.1),
         )
 
 
@@ -140,15 +113,8 @@ def _nothing(*args: Any) -> None:
     """For tensors without values: the operation writes into its arguments, whose shapes stay."""
 
 
-sum_of_squares = TritonKernel("sum_of_squares", _sum_of_squares, _sum_of_squares_in_triton, _examples_of_squares)
-add_grads_ = TritonKernel(
-    "add_grads_", _add_grads_, _add_grads_in_triton_, _examples_of_add, ("totals",), fake=_nothing
-)
+sum_of_squares = TritonKernel(_sum_of_squares, _examples_of_squares)
+add_grads_ = TritonKernel(_add_grads_, _examples_of_add, ("totals",), _nothing)
 adamw_ = TritonKernel(
-    "adamw_",
-    _adamw_,
-    _adamw_in_triton_,
-    _examples_of_adamw,
-    ("masters", "exp_avgs", "exp_avg_sqs", "steps", "out_params"),
-    fake=_nothing,
+    _adamw_, _examples_of_adamw, ("masters", "exp_avgs", "exp_avg_sqs", "steps", "out_params"), _nothing
 )

@@ -354,7 +354,6 @@ class FakeGPU(TorchDispatchMode):
     faults         collectives with a tensor that is on the CPU or not contiguous; memory that is used or freed while
                    another stream, a collective or the host may still use it
     memory         bytes on the device
-    sources        code that torch.compile has generated, inside `fake_inductor`
 
     A tensor on the wrong device raises an error, as on a real GPU.
     """
@@ -369,14 +368,13 @@ class FakeGPU(TorchDispatchMode):
         self.faults: list[str] = []
         self._order = MemoryOrder(self.faults.append)
         self.memory = Memory()
-        self.sources: list[str] = []
         self._pinned: set[int] = set()
         self._pending: dict[dist.Work, Pending] = {}
         self._batch: list[dist.Work] | None = None  # the works of the current `batch_isend_irecv`
         self._stack = contextlib.ExitStack()
 
     def clear(self) -> None:
-        """Clear all records except events, memory and sources."""
+        """Clear all records except events and memory."""
         for records in (self.kernels, self.waits, self.copies, self.faults):
             records.clear()
         self.recorded = len(self.events)

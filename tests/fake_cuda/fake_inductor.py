@@ -4,18 +4,17 @@ with FakeGPU() as gpu, fake_inductor(gpu):
     layer.compile()
     layer(x).sum().backward()
 gpu.kernels             # includes the kernels of the compiled graphs
-gpu.sources[0]          # Python code with each Triton kernel as a string, for `assemble`
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import subprocess
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -79,12 +78,13 @@ class Worker(CudaInterface.Worker):
 
 @contextlib.contextmanager
 def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
-    """Let compiled graphs return empty tensors. `gpu` records their sources, and their kernels at each call."""
+    """Let compiled graphs return empty tensors. `gpu` records their kernels at each call."""
     import triton
 
+    numbers = itertools.count()
+
     def compile_to_module(lowering: GraphLowering) -> Any:
-        source, _ = lowering.codegen()
-        gpu.sources.append(source.value)
+        lowering.codegen()
         kernels = kernels_of(lowering.scheduler.nodes)
         results = list(lowering.graph_outputs)
 
@@ -94,7 +94,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
             gpu.kernels.extend(kernels)
             return made
 
-        name = f"graph_{len(gpu.sources)}"
+        name = f"graph_{next(numbers)}"
         return types.SimpleNamespace(
             call=call, runner=None, __file__=f"{name}.py", key=name, path="", print_performance=None
         )
@@ -168,57 +168,47 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
-# --- the Triton kernels of a graph, compiled by Triton and ptxas as on a machine with the GPU -------------------------
+# --- Triton kernels, compiled by Triton and ptxas as on a machine with the GPU ----------------------------------------
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """The report of ptxas for a kernel in one configuration of Inductor.
+class Assembled(NamedTuple):
+    """The report of ptxas for a kernel.
 
+    registers: of a thread.
     spilled: bytes of register spills, stores and loads.
     stack: bytes of the stack.
     """
 
-    name: str
-    architecture: str
     registers: int
     spilled: int
     stack: int
 
 
 def assembled(
-    name: str,
     function: Any,
     signature: dict[str, str],
-    constants: dict[Any, Any],
+    constants: dict[str, Any],
     architecture: str,
     *,
-    attributes: Any = None,
-    options: Any = None,
-    most_registers: int = 255,
+    attributes: dict[tuple[int], Any],
+    warps: int,
 ) -> Assembled:
-    """Compile a Triton function with these argument types and constants.
-
-    most_registers: the limit per thread.
-    """
+    """Compile a Triton function with these argument types and constants."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
     target = GPUTarget("cuda", int(architecture.strip("sm_a")), 32)
-    binary = triton.compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
-    code = binary.asm["ptx"].replace(".reqntid", f".maxnreg {most_registers}\n.reqntid")
+    source = ASTSource(function, signature, constants, attributes)
     said = subprocess.run(
         [get_ptxas(target.arch).path, "-v", f"--gpu-name={architecture}", "-", "-o", "/dev/null"],
-        input=code,
+        input=triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"],
         capture_output=True,
         text=True,
         check=True,
     ).stderr
     return Assembled(
-        name,
-        architecture,
         number(r"Used (\d+) registers", said),
         number(r"(\d+) bytes spill stores", said) + number(r"(\d+) bytes spill loads", said),
         number(r"(\d+) bytes stack frame", said),

@@ -71,8 +71,8 @@ def check_broadcast(rank: int, world_size: int) -> None:
     assert torch.equal(got["text"], torch.arange(12).view(3, 4)) and torch.equal(got["ids"], torch.tensor([7, 8]))
     # If the first rank cannot send its data, every rank raises an error and none waits.
     for keys, dtype, reason in (
-        (["text"], torch.int32, "'text' is torch.int64, expected torch.int32"),
-        (["none"], torch.int64, "the first rank has no 'none'"),
+        (["text"], torch.int32, "the first rank has no tensor 'text' of torch.int32"),
+        (["none"], torch.int64, "the first rank has no tensor 'none' of torch.int64"),
     ):
         with pytest.raises(ValueError, match=reason):
             mpu.broadcast_data(keys, data, dtype)

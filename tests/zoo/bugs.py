@@ -211,7 +211,9 @@ BUGS = {
     ),
     "hidden dropout equal on all ranks": Change(
         changed(
-            transformer, "apply_hidden_dropout", lambda original, *args, rank, **options: original(*args, **options)
+            transformer,
+            "apply_hidden_dropout",
+            lambda original, *args, first_position, **options: original(*args, **options),
         ),
         SEQUENCE_PARALLEL,
         "PaddlePaddle/PaddleFleetX#1005",

@@ -18,7 +18,6 @@ from data_utils.command_line import Parser, plural, require
 from megatron.gpt2.pipeline.analysis import (
     draw_timetable,
     max_in_flight,
-    published_length,
     render_text,
     timetable,
     uniform_costs,
@@ -96,8 +95,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     work, bubble = m * sum(args.times), f"a bubble of {table.bubble:.1%}"
     print("\n".join([what, "", *render_text(schedule, table), ""]))
     print(f"step          {table.length:.4g}, of which each rank works {work:.4g} on the average: {bubble}")
-    if len(set(costs)) == 1 and (not has_chunks or m % p == 0):
-        print(f"as published  {published_length(schedule, *args.times):.4g}")
     kept = f"{_listed(max_in_flight(schedule, queued=0))} micro-batches{' of one chunk' * has_chunks}"
     print(f"kept at most  {kept} between F and B, by rank")
     if schedule.splits_backward:

@@ -153,7 +153,7 @@ class ModelRunner:
         lengths = torch.tensor([len(context) for context in contexts])
         width = padded = int(lengths.max())
         if self.cache is not None:
-            self.cache.set_prompts(rows, width)
+            self.cache.set_prompts(rows)
         elif self.model.sequence_parallel:
             # The length must be a multiple of the group size; the padding is at the end.
             padded += -width % self.model.tp_size

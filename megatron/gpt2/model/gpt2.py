@@ -127,7 +127,7 @@ class TransformerBlock(nn.Module):
         dropout_seeds: see `mpu.make_dropout_seeds`.
         layer_range: the layers to compute (default: all).
         """
-        layer_range = layer_range if layer_range is not None else range(len(self.layers))
+        layer_range = layer_range or range(len(self.layers))
         layer_seeds: Sequence[Tensor | None] = (
             [None] * len(self.layers) if dropout_seeds is None else dropout_seeds.unbind()
         )
@@ -256,7 +256,7 @@ class GPT2Model(nn.Module):
         self.layer_ranges = tuple(layer_ranges) if layer_ranges is not None else (range(config.num_layers),)
         self.has_embeddings = self.layer_ranges[0].start == 0
         self.has_head = self.layer_ranges[-1].stop == config.num_layers
-        self.group = block_config.group if block_config.group is not None else mpu.get_tensor_model_parallel_group()
+        self.group = block_config.group or mpu.get_tensor_model_parallel_group()
         self.tp_rank, self.tp_size = group_rank_and_size(self.group)
         self.sequence_parallel = block_config.sequence_parallel and self.tp_size > 1
         block_config = dataclasses.replace(block_config, group=self.group, sequence_parallel=self.sequence_parallel)
@@ -322,7 +322,7 @@ class GPT2Model(nn.Module):
         hidden: the output of the previous chunk, [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its
             hidden states.
         """
-        layer_range = layer_range if layer_range is not None else range(self.config.num_layers)
+        layer_range = layer_range or range(self.config.num_layers)
         tied_sink = self.tied_grad_sink if labels is not None else None
         dropout_seeds = None
         if self.training and sample_ids is not None and self.dropout_seed is not None and self.config.has_dropout:
@@ -403,13 +403,13 @@ class GPT2Model(nn.Module):
     ) -> Tensor:
         """Embed the tokens: [b, s] -> [s, b, h], or [s/tp, b, h]."""
         x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_sink), positions)
-        p = self.config.hidden_dropout if self.training else 0.0
+        p = self.transformer.config.hidden_dropout if self.training else 0.0
         return mpu.apply_hidden_dropout(
             x,
             p,
             self.sequence_parallel,
             dropout_seeds=None if dropout_seeds is None else dropout_seeds[0],
-            rank=self.tp_rank,
+            first_position=self.position_embeddings.first_position(x),
         )
 
     def compile_layers(self, backend: str = "inductor", *, by_document: bool = False) -> None:

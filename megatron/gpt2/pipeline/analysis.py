@@ -45,17 +45,6 @@ def uniform_costs(schedule: PipelineSchedule, forward: float, backward: float, w
     return [ActionCosts(forward / vpp, backward / vpp, weight / vpp)] * schedule.num_virtual_stages
 
 
-def published_length(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> float:
-    """Return the length of a step by the published formulas. The arguments are the times of a whole rank.
-
-    1F1B and interleaved: (m + (pp − 1)/vpp)·(F + B + W). With interleaved chunks m must be a multiple of pp.
-    ZB-H1: m·(F + B + W) + (pp − 1)·(F + B − W), if m >= pp and a W takes no longer than an F or a B.
-    """
-    pp, vpp, m = schedule.num_ranks, schedule.num_model_chunks, schedule.num_microbatches
-    time = forward + backward + weight
-    return m * time + (pp - 1) * ((forward + backward - weight) if schedule.splits_backward else time / vpp)
-
-
 def timetable(schedule: PipelineSchedule, costs: Sequence[ActionCosts]) -> Timetable:
     """Return the timetable in which each action starts as soon as its rank is free and its inputs are complete.
 
@@ -118,7 +107,6 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
     import matplotlib
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     names = {"F": "forward", "B": "backward", "W": "gradients of the weights"}
     if schedule.splits_backward:
@@ -128,7 +116,7 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
     with matplotlib.rc_context({**style, "svg.fonttype": "none", "svg.hashsalt": "schedule"}):
         figure = Figure(figsize=(11, 1.4 + 0.4 * schedule.num_ranks), layout="constrained")
         axes = figure.subplots()
-        colours: dict[str, Any] = {}
+        labels: set[str] = set()
         for rank, (actions, spans) in enumerate(zip(schedule.ranks, table.ranks, strict=True)):
             for action, span in zip(actions, spans, strict=True):
                 lighter = 0.6 * action.model_chunk / max(schedule.num_model_chunks - 1, 1)  # Later chunks are lighter.
@@ -137,9 +125,17 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
                 label = names[action.kind] + (
                     f", chunk {_letter(schedule, action.model_chunk)}" if schedule.num_model_chunks > 1 else ""
                 )
-                colours.setdefault(label, colour)
                 wide = span.end - span.start
-                axes.barh(rank, wide, left=span.start, color=colour, edgecolor="white", linewidth=0.8)
+                axes.barh(
+                    rank,
+                    wide,
+                    left=span.start,
+                    color=colour,
+                    edgecolor="white",
+                    linewidth=0.8,
+                    label=None if label in labels else label,
+                )
+                labels.add(label)
                 if wide * 60 > table.length:
                     middle = span.start + wide / 2
                     axes.text(middle, rank, str(action.micro_batch), ha="center", va="center", color="#10161c")
@@ -148,8 +144,7 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
         axes.set_xlim(0, table.length)
         axes.set_xlabel("time")
         axes.set_title(title, fontsize=11)
-        handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -37,8 +37,9 @@ class ActionCosts:
         return {"F": self.forward, "B": backward, "W": self.weight}[kind]
 
 
-# With these ticks a step takes no longer than the schedule without communication: 1F1B for all times, ZB-H1 if a W
-# takes no longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward
+# The relative times of F, B and W. They affect how long ranks wait, but never cause a deadlock. With these ticks a step
+# takes no longer than the schedule without communication: 1F1B for all times, ZB-H1 if a W takes no longer than an F or
+# a B, and interleaved 1F1B if a backward takes twice as long as a forward
 # (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of micro-batches is not full,
 # an interleaved step takes a few percent longer. One tick is odd, so that two ranks rarely end an action at the same
 # tick.
@@ -74,13 +75,9 @@ class CommStep:
     receives: list[P2PMessage] = field(default_factory=list)
 
 
-def build_p2p_schedule(schedule: PipelineSchedule, ticks: ActionCosts | None = None) -> list[list[CommStep]]:
-    """Return the steps of each rank. Any two ranks have their messages to each other in the same order.
-
-    ticks: the relative times of F, B and W as whole numbers, equal on all ranks. They affect how long ranks wait, but
-    never cause a deadlock. Default: DEFAULT_TICKS or SPLIT_BACKWARD_TICKS.
-    """
-    ticks = ticks or (SPLIT_BACKWARD_TICKS if schedule.splits_backward else DEFAULT_TICKS)
+def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
+    """Return the steps of each rank. Any two ranks have their messages to each other in the same order."""
+    ticks = SPLIT_BACKWARD_TICKS if schedule.splits_backward else DEFAULT_TICKS
     steps = [[CommStep(action) for action in (*actions, None)] for actions in schedule.ranks]
     # Each list has a value for each rank.
     next_step, free_at, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks, 0.0

@@ -16,7 +16,7 @@ first. The last virtual stage is the last to get one, because it also has the he
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Literal
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
@@ -117,8 +117,6 @@ def zero_bubble(pp: int, m: int) -> PipelineSchedule:
 def build_schedule(name: str, pp: int, vpp: int, m: int) -> PipelineSchedule:
     """Build the schedule `name` (--pipeline-schedule). Raises ValueError with the name of the flag if this is
     impossible."""
-    if name not in SCHEDULES:
-        raise ValueError(f"--pipeline-schedule must be one of {', '.join(SCHEDULES)}, not {name}")
     if pp < 1:
         raise ValueError(f"--pipeline-model-parallel-size must be positive, not {pp}")
     if m < 1:
@@ -175,6 +173,7 @@ def layers_of_virtual_stages(
             f"and --num-layers is {num_layers}"
         )
     layers_of_rank: dict[int, int] = {}  # those that a flag sets
+    flags = []
     for flag, rank, count in ((FIRST_LAYERS_FLAG, 0, first), (LAST_LAYERS_FLAG, pp - 1, last)):
         if count is None:
             continue
@@ -183,22 +182,20 @@ def layers_of_virtual_stages(
         if count < vpp:
             raise ValueError(f"{flag} must be at least {vpp}, one layer per stage of this rank, not {count}")
         layers_of_rank[rank] = count
+        flags.append(flag)
     other_ranks = [rank for rank in range(pp) if rank not in layers_of_rank]
     remaining = num_layers - sum(layers_of_rank.values())
     if remaining < len(other_ranks) * vpp or (remaining and not other_ranks):
-        flags = " and ".join(
-            flag for flag, rank in ((FIRST_LAYERS_FLAG, 0), (LAST_LAYERS_FLAG, pp - 1)) if rank in layers_of_rank
-        )
         raise ValueError(
-            f"{flags} leave {remaining} of {num_layers} layers for the other {len(other_ranks) * vpp} stages: "
+            f"{' and '.join(flags)} leave {remaining} of {num_layers} layers for the other "
+            f"{len(other_ranks) * vpp} stages: "
             f"{'each of them needs one' if other_ranks else 'they must add up to --num-layers'}"
         )
     sizes = [0] * (pp * vpp)
     _distribute_evenly(sizes, [number for number in range(pp * vpp) if number % pp in other_ranks], remaining)
     for rank, count in layers_of_rank.items():
         _distribute_evenly(sizes, range(rank, pp * vpp, pp), count)
-    ends = [sum(sizes[: number + 1]) for number in range(pp * vpp)]
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def num_model_chunks(num_layers: int, pp: int, layers_per_chunk: int) -> int:

@@ -52,11 +52,11 @@ def test_dropped_elements_are_zero_in_every_dtype():
     drawn = torch.tensor([limit, limit - 1, 32767, -32768], dtype=torch.int16)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         x = torch.tensor([1.5, -2.5, -torch.inf, torch.nan], dtype=dtype)
-        zero_dropped(x, drawn, 0.3, out=(out := torch.empty_like(x)))
+        zero_dropped(x, drawn, drop_threshold(0.3), out=(out := torch.empty_like(x)))
         assert out.tolist() == [1.5, 0.0, -torch.inf, 0.0]
-        zero_dropped(x, drawn, 1e-6, out=(out := torch.empty_like(x)))
+        zero_dropped(x, drawn, drop_threshold(1e-6), out=(out := torch.empty_like(x)))
         assert torch.equal(out.nan_to_num(5.0), x.nan_to_num(5.0)), "a probability that is rounded to 0"
-    assert keep_scale(0.25) == 4 / 3 and drop_threshold(0.9999999) == 65535
+    assert keep_scale(drop_threshold(0.25)) == 4 / 3 and drop_threshold(0.9999999) == 65535
 
 
 def seeds_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mpu.kernels.triton_kernel import TritonKernel, example_tensor
-
-
-def scaled(x: Tensor, others: list[Tensor], factor: float) -> None:
-    x.mul_(factor)
-    for other in others:
-        other.add_(1)
+from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
 
 def right(x: Tensor, others: list[Tensor], factor: float) -> None:
@@ -38,15 +32,33 @@ def missing(x: Tensor, others: list[Tensor], factor: float) -> None:
     raise ImportError("No module named 'triton'\n(in two lines)")
 
 
-def examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    parts = [example_tensor(size, dtype=torch.float32, device=device) for size in (3, 5)]
-    yield example_tensor(2, 7, dtype=dtype, device=device), parts, 0.3
+def examples(dtype: torch.dtype) -> Examples:
+    yield example_tensor(dtype, 2, 7), [example_tensor(torch.float32, size) for size in (3, 5)], 0.3
+
+
+def unsupported(x: Tensor, others: list[Tensor], factor: float) -> None:
+    return right(x, others, factor) if factor == 0.3 else NotImplemented
+
+
+def kernel_of_test(name: str, kernel: Callable[..., None]) -> TritonKernel[Any, Any]:
+    """Return an operator with this name."""
+
+    def reference(x: Tensor, others: list[Tensor], factor: float) -> None:
+        x.mul_(factor)
+        for other in others:
+            other.add_(1)
+
+    reference.__name__ = name
+    tested = TritonKernel(reference, examples, mutates_args=("x", "others"))
+    tested.kernel = kernel
+    return tested
 
 
 @pytest.mark.parametrize(
     "kernel, reason",
     [
         (right, None),
+        (unsupported, None),
         (wrong, r"it differs from its reference by \d.\de-02 of the largest value \(5,\)"),
         (nan, "it differs from its reference by nan"),
         (missing, r"it raised ImportError: No module named 'triton' \(in two lines\)"),
@@ -55,7 +67,7 @@ def examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ..
 def test_a_kernel_is_compared_before_its_first_use(
     kernel: Callable[..., None], reason: str | None, caplog: pytest.LogCaptureFixture
 ):
-    tested = TritonKernel(f"test_{kernel.__name__}", scaled, kernel, examples, mutates_args=("x", "others"))
+    tested = kernel_of_test(f"test_{kernel.__name__}", kernel)
     before = torch.get_rng_state()
     for dtype in (torch.float32, torch.float32, torch.bfloat16):
         x, others = torch.ones(4, 4, dtype=dtype), [torch.zeros(2), torch.zeros(3)]
@@ -70,7 +82,7 @@ def test_a_kernel_is_compared_before_its_first_use(
 
 
 def test_a_cpu_takes_the_reference():
-    tested = TritonKernel("test_on_a_cpu", scaled, missing, examples, mutates_args=("x", "others"))
+    tested = kernel_of_test("test_on_a_cpu", missing)
     x = torch.ones(2, 2)
     tested(x, [torch.zeros(1)], 0.25)
     assert torch.equal(x, torch.full_like(x, 0.25))

@@ -100,7 +100,7 @@ def exact_linear_cross_entropy(
     """`mpu.vocab_parallel_linear_cross_entropy`, computed in V = `virtual_ranks` shards of the vocabulary.
 
     Forward also sums the gradient of hidden over the ranks; backward needs no communication."""
-    virtual = VirtualRanks(virtual_ranks, group if group is not None else get_tensor_model_parallel_group())
+    virtual = VirtualRanks(virtual_ranks, group or get_tensor_model_parallel_group())
     check_ids(target, vocab_size, "target")
     is_split = sequence_parallel and virtual.group is not None
     return _ExactLinearCrossEntropy.apply(  # type: ignore[no-any-return]

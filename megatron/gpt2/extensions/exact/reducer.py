@@ -7,8 +7,9 @@ other number, a rank's leaves form several subtrees, and the rank sends the sum 
 """
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from mpu.mappings import all_gather_single
 EMBEDDING_GRADIENT = f"{TIED_WEIGHT}, the embedding's"
 
 LeafRange = tuple[int, int]  # the leaves of a partial sum: the first leaf, and the leaf after the last one
+PartialSums = list[tuple[LeafRange, Any]]  # adjacent partial sums, with their values
 
 
 def odd_factor(leaves: int) -> int:
@@ -45,29 +47,24 @@ def are_siblings(left: LeafRange, right: LeafRange, block: int) -> bool:
     return middle - start == stop - middle and start % size == 0 and odd_factor(size) == block
 
 
-def takes_next_leaf(last: LeafRange, block: int) -> bool:
-    """Return True if the next leaf can be added directly to this partial sum."""
-    return last[1] - last[0] < block and last[0] % block == 0
-
-
-def merge_sums(leaves: Iterable[LeafRange], block: int) -> list[list[LeafRange]]:
-    """Add adjacent partial sums where the tree does. Return the remaining ones: first none, then those after each of
-    `leaves`."""
-    states: list[list[LeafRange]] = [[]]
-    for new in leaves:
-        sums = list(states[-1])
-        while sums and are_siblings(sums[-1], new, block):
-            new = sums.pop()[0], new[1]
-        states.append([*sums, new])
-    return states
+def push(sums: PartialSums, leaves: LeafRange, value: Tensor | None, block: int) -> None:
+    """Append a partial sum, after the earlier ones that the tree adds to it are added to `value`, in place. If it is
+    None, only the leaves are counted."""
+    while sums and are_siblings(sums[-1][0], leaves, block):
+        (start, _), before = sums.pop()
+        leaves = start, leaves[1]
+        if value is not None:
+            torch.add(before, value, out=value)
+    sums.append((leaves, value))
 
 
 @functools.lru_cache(maxsize=4096)
-def sums_of_rank(rank: int, num_microbatches: int, ranks: int) -> list[list[LeafRange]]:
-    """Return the partial sums of a rank after each of its `num_microbatches` leaves. The rank sends the sums that exist
-    after the last leaf."""
-    leaves = range(rank * num_microbatches, (rank + 1) * num_microbatches)
-    return merge_sums(((leaf, leaf + 1) for leaf in leaves), odd_factor(num_microbatches * ranks))
+def sums_of_rank(rank: int, num_microbatches: int, ranks: int) -> list[LeafRange]:
+    """Return the partial sums that a rank sends after its `num_microbatches` leaves."""
+    sums: PartialSums = []
+    for leaf in range(rank * num_microbatches, (rank + 1) * num_microbatches):
+        push(sums, (leaf, leaf + 1), None, odd_factor(num_microbatches * ranks))
+    return [leaves for leaves, _ in sums]
 
 
 class ExactBucketReducer(BucketReducer):
@@ -88,25 +85,23 @@ class ExactBucketReducer(BucketReducer):
     def begin(self, num_microbatches: int) -> None:
         """Begin a step, see `BucketReducer.begin`."""
         self._block = odd_factor(num_microbatches * self._ranks)
-        self._num_microbatches, self._sums = num_microbatches, sums_of_rank(self._rank, num_microbatches, self._ranks)
-        sent = [sums_of_rank(rank, num_microbatches, self._ranks)[-1] for rank in range(self._ranks)]
-        self._sums_per_rank = [len(sums) for sums in sent]
-        everything = merge_sums((leaves for sums in sent for leaves in sums), self._block)
-        self._sums_after_receive = [len(sums) for sums in everything[1:]]
-        self._waiting: defaultdict[str, list[Tensor]] = defaultdict(list)  # the finished sums before the sum in `_grad`
+        self._num_microbatches = num_microbatches
+        self._sums_of_ranks = [sums_of_rank(rank, num_microbatches, self._ranks) for rank in range(self._ranks)]
+        self._waiting: defaultdict[str, PartialSums] = defaultdict(list)  # the finished sums before the sum in `_grad`
         super().begin(num_microbatches)
 
     def register_grad_ready(self, name: str) -> None:
         """See `BucketReducer.register_grad_ready`. The current partial sum is added to stored sums where the tree does
         this, and is then stored if the next leaf starts a new sum."""
-        sums = self._sums[1 + self._num_microbatches - self._awaited[name]]
-        grad, waiting = self._grad(name), self._waiting[name]
-        while len(waiting) >= len(sums):
-            torch.add(waiting.pop(), grad, out=grad)
-        # A leaf of `by_rows` is itself a sum over rows, so it needs an empty buffer.
-        grows = takes_next_leaf(sums[-1], self._block) and name != self._by_rows
+        grad, waiting, first = self._grad(name), self._waiting[name], self._rank * self._num_microbatches
+        leaf = first + self._num_microbatches - self._awaited[name]
+        push(waiting, (waiting[-1][0][1] if waiting else first, leaf + 1), grad, self._block)
+        (start, end), _ = waiting.pop()
+        # In a block, the next leaf can be added directly. A leaf of `by_rows` is itself a sum over rows, so it needs an
+        # empty buffer.
+        grows = end - start < self._block and start % self._block == 0 and name != self._by_rows
         if self._awaited[name] > 1 and not grows:
-            waiting.append(grad.clone())
+            waiting.append(((start, end), grad.clone()))
             self._begun.discard(name)
         super().register_grad_ready(name)
 
@@ -148,7 +143,7 @@ class ExactBucketReducer(BucketReducer):
         last, names = self._bucket(index), [name for name, at in self._bucket_of.items() if at == index]
         before = [torch.zeros_like(last) for _ in self._waiting[names[0]]]
         for name in names:
-            for bucket, waiting in zip(before, self._waiting[name], strict=True):
+            for bucket, (_, waiting) in zip(before, self._waiting[name], strict=True):
                 self._in_bucket(TIED_WEIGHT if name == EMBEDDING_GRADIENT else name, bucket).copy_(waiting)
         return [*before, last]
 
@@ -156,12 +151,10 @@ class ExactBucketReducer(BucketReducer):
         partial_sums = self._bucket_sums(index)
         part = partial_sums[0].numel() // self._ranks
         # [receiving rank, partial sum, elements of its shard]
-        sent = (
-            partial_sums[0]
-            if len(partial_sums) == 1
-            else torch.stack([x.view(self._ranks, part) for x in partial_sums], dim=1).view(-1)
-        )
-        counts = [part * sums for sums in self._sums_per_rank]
+        sent = partial_sums[0]
+        if len(partial_sums) > 1:
+            sent = torch.stack([x.view(self._ranks, part) for x in partial_sums], dim=1).view(-1)
+        counts = [part * len(sums) for sums in self._sums_of_ranks]
         terms = sent.new_empty(sum(counts))
         work = dist.all_to_all_single(
             terms, sent, counts, [part * len(partial_sums)] * self._ranks, group=self._group, async_op=True
@@ -173,23 +166,16 @@ class ExactBucketReducer(BucketReducer):
         assert self._group is not None
         grads = self._bucket(index)
         terms = self._wait_for_bucket(index).view(-1, grads.numel() // self._ranks)
-        total = self._add_terms(terms.unbind())
+        sums: PartialSums = []
+        for leaves, term in zip(itertools.chain.from_iterable(self._sums_of_ranks), terms, strict=True):
+            push(sums, leaves, term, self._block)
+        ((_, total),) = sums
         if self._buffer.is_sharded:
             grads.view(self._ranks, -1)[self._rank].copy_(total)
         else:
             all_gather_single(grads, total, group=self._group)
         if index == len(self._buffer.buckets):
             self._add_tied_gradient()
-
-    def _add_terms(self, terms: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all leaves, from the partial sums of all ranks."""
-        sums: list[Tensor] = []
-        for term, count in zip(terms, self._sums_after_receive, strict=True):
-            while len(sums) >= count:
-                term = sums.pop() + term
-            sums.append(term)
-        (total,) = sums
-        return total
 
     def _add_tied_gradient(self) -> None:
         """Add the embedding's gradient of the tied matrix to the head's gradient."""

@@ -66,7 +66,7 @@ def exact_submodules(virtual_ranks: int, group: ProcessGroup | None = None) -> M
 
     `virtual_ranks` must divide the heads, the width inside the MLP, the padded vocabulary and the sequence length.
     group: the model's tensor-parallel group (default: the default one)."""
-    group = group if group is not None else get_tensor_model_parallel_group()
+    group = group or get_tensor_model_parallel_group()
 
     def layer_norm(*args: Any, sequence_parallel: bool = False, **kwargs: Any) -> ExactLayerNorm:
         return ExactLayerNorm(

@@ -443,9 +443,9 @@ def _softmax_of_first_rows(recorder: Recorder) -> Callable[..., Tensor]:
 softmax, blocks = kernels.vocab_parallel_softmax, attention._blocks
 
 
-def _largest_block(s: int, heads: int, block: int, at_once: int) -> Any:
+def _largest_block(s: int, heads: int, block: int) -> Any:
     """Return the largest of many blocks of attention, unless each block keeps tensors for backward."""
-    found = list(blocks(s, heads, block, at_once))
+    found = list(blocks(s, heads, block))
     return found if s <= attention.SAVED_UP_TO else [max(found, key=lambda each: each[3] - each[0])]
 
 

@@ -265,18 +265,3 @@ FULL = {"recompute_granularity": "full"}
 )
 def test_the_collectives_of_a_micro_batch(world_size: int, dropout: float, how: dict[str, Any], expected: Any):
     assert run_ranks(count, world_size, dropout, how) == [expected] * world_size
-
-
-def count_chunks(rank: int, world_size: int) -> dict[str, int]:
-    mpu.initialize_model_parallel(world_size)
-    hidden = torch.randn(100, 16, requires_grad=True)
-    weight = torch.randn(20, 16, requires_grad=True)
-    with MemoryCounter() as counter:
-        mpu.vocab_parallel_linear_cross_entropy(
-            hidden, weight, torch.arange(100) % 40, torch.ones(100), vocab_size=40, chunk_size=25
-        ).backward()
-    return collectives(counter)
-
-
-def test_the_loss_gathers_once_for_each_chunk():
-    assert run_ranks(count_chunks, 2) == [{"allgather": 4, "allreduce": 1}] * 2
