@@ -26,6 +26,7 @@ from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from mpu.partition import TensorSlice
 
+Shape = tuple[int, ...]  # one number per dimension; also the type of an offset
 _NATURAL = range(1 << 62)
 _PADDING = 1 << 16  # At most this number of padding rows of the vocabulary is accepted.
 _MAX_CELLS = 1 << 26  # The grid in `check_coverage` has at most this number of cells.
@@ -45,13 +46,13 @@ def relative_slice(part: TensorSlice, outer: TensorSlice) -> TensorSlice:
     return TensorSlice(tuple(p - o for p, o in zip(part.offset, outer.offset, strict=True)), part.shape)
 
 
-def check_inside(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> None:
+def check_inside(name: str, shape: Shape, tensor_slice: TensorSlice) -> None:
     """Raise ValueError unless `tensor_slice` is not empty and lies inside a tensor of `shape`."""
     if not tensor_slice.numel or any(part.stop > size for part, size in zip(tensor_slice.slices(), shape, strict=True)):
         raise ValueError(f"{name}: {tensor_slice} is empty or outside of the shape {shape}")
 
 
-def check_coverage(name: str, shape: tuple[int, ...], slices: Sequence[TensorSlice]) -> None:
+def check_coverage(name: str, shape: Shape, slices: Sequence[TensorSlice]) -> None:
     """Raise ValueError unless `slices` cover each entry of a tensor of `shape` exactly once.
 
     The edges of all slices cut the tensor into a grid. The slices leave no gap if they have as many entries as the
@@ -82,7 +83,7 @@ class TensorInfo(NamedTuple):
     """The dtype and the shape of a tensor."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]  # the global shape, without padding
+    shape: Shape  # the global shape, without padding
 
 
 class BaseCheckpoint:
@@ -104,7 +105,7 @@ class BaseCheckpoint:
     tensors: dict[str, TensorInfo]
     left_out: Sequence[str] = ()
 
-    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+    def read(self, name: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
         """Return the slice of `name` at `offset` with `shape` (default: the whole tensor) as a new CPU tensor with the
         saved dtype."""
         if name not in self.tensors:
@@ -114,7 +115,7 @@ class BaseCheckpoint:
         self.read_into(out, name, offset or (0,) * out.dim())
         return out
 
-    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+    def read_into(self, out: Tensor, name: str, offset: Shape) -> None:
         """Fill `out`, of any dtype and device, with the slice of `name` that begins at `offset` and has the shape of
         `out`, from all saved slices that overlap it. Resuming, merging, splitting and converting all use this method.
         Raises ValueError if the slice is outside of the tensor."""

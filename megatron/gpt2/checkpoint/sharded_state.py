@@ -131,17 +131,13 @@ def rng_state_dict(parallel: mpu.ParallelState, device: torch.device) -> dict[st
 def load_rng_state(checkpoint: BaseCheckpoint, parallel: mpu.ParallelState, device: torch.device) -> bool:
     """Restore the states that `rng_state_dict` saved. If the checkpoint has no states, or has those of a different
     layout or device type, return False on every rank and change nothing."""
-    prefix, layout = _rng_prefix(parallel), checkpoint.metadata.get("layout", {})
+    prefix = _rng_prefix(parallel)
     names = {name.removeprefix(prefix): name for name in checkpoint.tensors if name.startswith(prefix)}
-    for saved_value, value in (
-        (layout.get("tensor_model_parallel_size"), parallel.tensor_model_parallel_size),
-        (layout.get("pipeline_model_parallel_size", 1), parallel.pipeline_model_parallel_size),
-        (layout.get("data_parallel_size"), parallel.data_parallel_size),
-        ("cpu" in names, True),
-        ("cuda" in names, device.type == "cuda"),
-    ):
-        if saved_value != value:
-            return False
+    layout = {"pipeline_model_parallel_size": 1, **checkpoint.metadata.get("layout", {})}
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    has_layout = all(layout.get(size) == getattr(parallel, size) for size in sizes)
+    if not has_layout or "cpu" not in names or ("cuda" in names) != (device.type == "cuda"):
+        return False
     states = {generator: checkpoint.read(name) for generator, name in names.items()}
     torch.set_rng_state(states.pop("cpu"))
     if device.type == "cuda":

@@ -38,7 +38,7 @@ from data_utils.files import (
     in_threads,
     rename_old,
 )
-from megatron.gpt2.checkpoint.interface import TensorInfo
+from megatron.gpt2.checkpoint.interface import Shape, TensorInfo
 from megatron.gpt2.checkpoint.reader import (
     CHECKPOINT_VERSION,
     MANIFEST,
@@ -70,8 +70,8 @@ class ShardedTensor:
     """
 
     data: Tensor
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
+    global_shape: Shape
+    global_offset: Shape
     load: Callable[[], Tensor] | None = None
 
     @property

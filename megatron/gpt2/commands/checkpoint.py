@@ -247,8 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         # Megatron's files of 2019 do not contain the number of heads; DCP files contain neither this number nor the
         # formula.
         model = source.metadata["config"]["model"]
-        heads = model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None
-        hints = Hints(heads, gelu=model["gelu"] if to == "dcp" else None)
+        hints = Hints(model["num_attention_heads"], gelu=model["gelu"] if to == "dcp" else None)
         dtype = args.dtype if to == "huggingface" else "fp32" if to in OTHERS else "source"
         kind = export_kind(source, dtype)
         greatest = compare_logits(source, open_checkpoint(args.out, hints, log=print_stderr), kind=kind, log=print)

@@ -9,21 +9,12 @@ from torch import Tensor
 
 import mpu
 from data_utils.command_line import Log, align_columns, require
-from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, Shape, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, build_block_config, model_partition_specs
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
-SHAPE_KEYS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "gelu",
-    "layernorm_epsilon",
-)
 PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
 CHUNK = 1 << 20  # The comparison reads this number of elements at a time.
 SEQUENCES, LENGTH = 2, 32
@@ -31,7 +22,7 @@ SEQUENCES, LENGTH = 2, 32
 
 def describe(source: BaseCheckpoint) -> dict[str, Any]:
     """Describe `source` in JSON types. The function reads no tensor."""
-    metadata, model = source.metadata, source.metadata["config"]["model"]
+    metadata = source.metadata
     tensors: dict[str, dict[str, Any]] = {}
     sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for name, info in source.tensors.items():
@@ -44,7 +35,7 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
         "format": source.format,
         "iteration": source.iteration,
         "layout": metadata.get("layout"),
-        "model": {**{name: model.get(name) for name in SHAPE_KEYS}, "vocab_size": metadata["vocab_size"]},
+        "model": {**metadata["config"]["model"], "vocab_size": metadata["vocab_size"]},
         "tokenizer": metadata.get("tokenizer"),
         "run": {name: metadata[name] for name in PROGRESS_KEYS if metadata.get(name) is not None},
         "kinds": [{"kind": kind, "dtype": dtype, **total} for (kind, dtype), total in sums.items()],
@@ -102,7 +93,7 @@ class TensorComparison(NamedTuple):
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     max_difference: float | None
     note: str
 
@@ -177,7 +168,7 @@ def format_difference(difference: CheckpointDifference) -> list[str]:
     return text
 
 
-def _format_shape(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: Shape) -> str:
     return " x ".join(map(str, shape))
 
 

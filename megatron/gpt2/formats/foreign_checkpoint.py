@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from data_utils.command_line import Log, plural, require
-from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, Shape, TensorInfo
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
@@ -206,7 +206,7 @@ def from_head_major(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def matrix_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+def matrix_shape(shapes: Mapping[str, Shape], name: str) -> Shape:
     """Return the shape of the matrix `name`. Raises ValueError if `shapes` has no such matrix."""
     if len(shapes.get(name, ())) != 2:
         raise ValueError(f"holds no matrix {name}: is a pipeline stage missing, or is it not a GPT-2?")
@@ -323,7 +323,7 @@ def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
     return [{**same, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
 
 
-def spill_to_disk(folder: Path, parts: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+def spill_to_disk(folder: Path, parts: Iterable[Tensor], shape: Shape) -> Tensor:
     """Write `parts` to a file in `folder`, delete its name, and return its values as a memory-mapped tensor of `shape`.
     So only one part at a time must be in memory."""
     path, numel = folder / "tensor", 0

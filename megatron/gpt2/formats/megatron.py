@@ -66,9 +66,7 @@ from megatron.gpt2.formats.native import new_folder
 from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.model.gpt2 import model_partition_specs
 
-RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
-DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
-FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
+RANK_FILE = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?(?:/model(?:_optim)?_rng\.pt|_model_states\.pt)", re.ASCII)
 ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,3})_?optim_states\.pt", re.ASCII)
 SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # files of Megatron v3.0 and later
 MAX_TENSORS = 20_000  # A layer has twelve tensors.
@@ -87,13 +85,10 @@ class RankFile(NamedTuple):
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     """Return the files of the ranks in `folder`, by (tensor-parallel rank, pipeline stage)."""
-    found = {}
-    for path in sorted(folder.glob("mp_rank_*")):
-        if match := DEEPSPEED_FILE.fullmatch(path.name):
-            found[int(match[1]), 0] = path
-        elif match := FOLDER.fullmatch(path.name):
-            for file in (path / name for name in RANK_FILES if (path / name).is_file()):
-                found.setdefault((int(match[1]), int(match[2] or 0)), file)
+    found: dict[tuple[int, int], Path] = {}
+    for path in sorted((*folder.glob("mp_rank_*.pt"), *folder.glob("mp_rank_*/*.pt"))):
+        if match := RANK_FILE.fullmatch(path.relative_to(folder).as_posix()):
+            found.setdefault((int(match[1]), int(match[2] or 0)), path)
     return found
 
 
@@ -101,7 +96,7 @@ def detect_megatron_format(path: Path) -> str:
     """Return the format of the file of a rank. Raises ValueError if the file holds no model."""
     with file_errors(path):
         top = load_torch_file(path)
-        if path.name not in RANK_FILES or "module" in top:
+        if path.name.endswith("_states.pt") or "module" in top:
             return "deepspeed"
         model: Any = top.get("model", top.get("model0"))
         require(isinstance(model, dict), "holds no model")
@@ -287,7 +282,7 @@ def write_megatron(
     with new_folder(out) as folder:
         iteration = folder / f"iter_{source.iteration:07d}"
         for rank, (stage, chunks) in itertools.product(range(tp_size), enumerate(stages)):
-            path = iteration / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (layout.pipeline > 1)) / RANK_FILES[0]
+            path = iteration / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (layout.pipeline > 1)) / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
             own = partial(part, rank, path.parent)
             saved = dict(top)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from data_utils.command_line import Log, require
 from data_utils.files import read_json_object
-from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, Shape, TensorInfo
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
@@ -207,7 +207,7 @@ def _split_layers(folder: DcpCheckpoint, theirs: str, name: str) -> dict[str, La
     return {each: x.map(change) for each, x in found.items()}
 
 
-def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+def merge_grid(x: Tensor, grid: Shape, shape: Shape) -> Tensor:
     """Merge the parts of a tensor, which ranks in a grid have saved: [*grid, values]. Return the tensor of `shape`."""
     part = [n // k for n, k in zip(shape, grid, strict=True)]
     order = [axis for i in range(len(grid)) for axis in (i, len(grid) + i)]
@@ -276,7 +276,7 @@ def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str
 
 
 def _rank_state(
-    folder: DcpCheckpoint, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    folder: DcpCheckpoint, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, Shape]
 ) -> TensorsByKind:
     """Return the tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the
     next one. Raises ValueError if the lengths do not fit."""
@@ -298,7 +298,7 @@ def _rank_state(
     return states
 
 
-def _read_flat(folder: DcpCheckpoint, bucket: str, start: int, shape: tuple[int, ...]) -> Tensor:
+def _read_flat(folder: DcpCheckpoint, bucket: str, start: int, shape: Shape) -> Tensor:
     return folder.read(bucket, (start,), (math.prod(shape),)).view(shape)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from data_utils.command_line import require
 from data_utils.files import read_file
 from data_utils.files.restricted_pickle import PickledObject, read_pickle
-from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_coverage
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, Shape, TensorInfo, check_coverage
 from megatron.gpt2.checkpoint.reader import without_garbage_collection
 from megatron.gpt2.formats.foreign_checkpoint import (
     Entries,
@@ -211,7 +211,7 @@ def _rebuild(data: memoryview, name: str, args: Any) -> Any:
     return PickledObject(name, args)
 
 
-def _tensor(data: memoryview, storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def _tensor(data: memoryview, storage: Storage, offset: int, shape: Shape, stride: Shape) -> Tensor:
     """Return a tensor that is a view of the file and has at most as many elements as its storage."""
     dtype, start, storage_size = storage
     is_known = len(shape) <= 8 and all(type(n) is int and 0 <= n <= len(data) for n in (offset, *shape, *stride))
@@ -336,7 +336,7 @@ def _regions(entries: Mapping[PickledObject, PickledObject]) -> dict[tuple[str, 
     return regions
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: Any) -> Shape:
     """Return the argument of a pickled torch.Size."""
     is_known = type(values) is tuple and len(values) <= 8 and all(type(n) is int and 0 <= n < 1 << 48 for n in values)
     require(is_known, "a shape or an offset has an invalid number")

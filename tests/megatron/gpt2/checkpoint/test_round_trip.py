@@ -43,14 +43,6 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
     shards = [safetensors.torch.load_file(folder / f"mp_rank_0{r}/model.safetensors") for r in (0, 1)]
     assert "model.norm" not in shards[1], "what is replicated is saved once"
     assert torch.equal(torch.cat([s["model.embedding"] for s in shards]), full_state(300)["model", "embedding"])
-    data = (folder / MANIFEST).read_bytes()
-    assert json.loads(data)["sha256"] == hashlib.sha256(data[:-67]).hexdigest()
-    table = (folder / "tables/rank_00000.jsonl").read_bytes()
-    assert hashlib.sha256(table).hexdigest() == json.loads(data)["tables"]["tables/rank_00000.jsonl"]["sha256"]
-    assert (
-        hashlib.sha256((folder / "mp_rank_00/model.safetensors").read_bytes()).hexdigest()
-        == json.loads(table.splitlines()[1])["mp_rank_00/model.safetensors"]["sha256"]
-    )
 
 
 def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:

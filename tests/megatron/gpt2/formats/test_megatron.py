@@ -196,16 +196,12 @@ def test_ranks_of_two_iterations_or_two_runs(tmp_path: Path):
 # Each case has form, checkpoint_version, tensor-parallel size, pipeline stages, legacy stream, and the format's name.
 MADE = [
     ("flat", 0, 1, 1, True, "megatron-2019"),
-    ("flat", 0, 2, 1, True, "megatron-2019"),
     ("flat", 0, 4, 1, False, "megatron-2019"),
-    ("v1", 0, 2, 1, True, "megatron-v1"),
     ("v1", 0, 2, 2, False, "megatron-v1"),
     ("v1", 1, 1, 1, False, "megatron-v1"),
     ("v1", 1, 2, 2, False, "megatron-v1"),
     ("v1", 2, 4, 1, False, "megatron-v2"),
-    ("v2", 3, 1, 1, False, "megatron-v2"),
     ("v2", 3, 2, 4, False, "megatron-v2"),
-    ("core", 3, 1, 1, False, "megatron-core"),
     ("core", 3, 2, 2, False, "megatron-core"),
     ("fused", 3, 1, 1, False, "megatron-core"),
     ("fused", 3, 4, 2, False, "megatron-core"),
