@@ -120,28 +120,7 @@ def test_refused(line: str, message: str):
     assert message in error_of(line)
 
 
-def test_translated():
-    assert parse(["--no-bias-gelu-fusion"]).config.model.gelu == "erf"
-    assert parse(["--no-bias-gelu-fusion", "--openai-gelu"]).config.model.gelu == "tanh"
-    assert parse(["--scattered-embeddings"]).config.parallel.sequence_parallel
-    assert parse(["--zero-stage", "1"]).config.parallel.use_distributed_optimizer
-    assert not parse(["--zero-stage", "1"]).config.parallel.shard_gradients
-    second = parse(["--zero-stage", "2"]).config.parallel
-    assert second.use_distributed_optimizer and second.shard_gradients
-    assert not parse(["--zero-stage", "0"]).config.parallel.use_distributed_optimizer
-    assert [parse(["--pipe-parallel-size", word]).config.parallel.pipeline_model_parallel_size for word in "012"] == [
-        1,
-        1,
-        2,
-    ]
-    assert parse(["--warmup-iters", "7"]).config.optimizer.lr_warmup_iters == 7
-    tokens = parse("--seq-length 16 --lr-decay-tokens 1_600 --lr-warmup-tokens 1.6e2 --num-layers 2".split())
-    assert (tokens.config.optimizer.lr_decay_samples, tokens.config.optimizer.lr_warmup_samples) == (100, 10)
-    assert parse(["--padded-vocab-size", "50304"]).config.model.make_vocab_size_divisible_by == 50304
-    mup = parse(
-        "--use-mup --mup-base-hidden-size 256 --mup-base-head-dim 64 --mup-output-mult 1 --num-layers 2".split()
-    )
-    assert mup.config.model.mup_scale == 0.25
+def test_settings_that_must_have_the_only_value():
     line = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --no-mmap-bin-files "
         "--group-query-attention --num-query-groups 4"

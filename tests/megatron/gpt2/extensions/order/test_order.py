@@ -313,7 +313,7 @@ FAULTS = {
             data, "gather_ints", lambda _, number, device: gather_rows(torch.tensor([number, 0])).view(-1).tolist()
         ),
         GATHERING,
-        "dist.all_gather(rows, own)",
+        "dist.all_gather(rows, sent)",
         TENSOR,
     ),
     "other dtype": Fault(
