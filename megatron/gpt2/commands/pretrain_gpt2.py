@@ -13,6 +13,7 @@ from pathlib import Path
 from data_utils.command_line import configure_output
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.launch import Launch, read_launch
+from megatron.gpt2.dist.ranks import print_status
 from megatron.gpt2.dist.rendezvous import StandbyExit, shutdown_distributed
 from megatron.gpt2.dist.run_program import SaveFolder, start_ranks
 from megatron.gpt2.monitor.incidents import FINISHED, write_ended
@@ -108,5 +109,5 @@ def finish_run(trainer: Trainer, reason: str) -> int:
         if not reason:
             print(final_report(trainer, valid, sample, plot, missing))
         if missing:
-            print(f"error: {missing}: {checkpoints.problem}", file=sys.stderr, flush=True)
+            print_status(f"{missing}: {checkpoints.problem}")
     return code

@@ -150,11 +150,6 @@ def _zero_stage(stage: Any, _: Any) -> Fields:
     return dict.fromkeys(("parallel.use_distributed_optimizer", "parallel.shard_gradients")[: int(stage)], True)
 
 
-def _pipeline_stages(word: str, _: Any) -> Fields:
-    require(word.isdecimal(), "is not a number of stages")
-    return {"parallel.pipeline_model_parallel_size": max(int(word), 1)}
-
-
 def _size_of_a_head(word: str, given: Mapping[str, Any]) -> Fields:
     hidden, heads = (given.get(f"model.{name}", 0) for name in ("hidden_size", "num_attention_heads"))
     require(_count(word) * heads == hidden, "is not --hidden-size / --num-attention-heads: leave it out")
@@ -359,7 +354,11 @@ MEGATRON_RULES = by_name(
         "--use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp",
         "give --use-distributed-optimizer --shard-gradients, and --tensor-model-parallel-size to split the weights",
     ),
-    translated("--pipe-parallel-size=", "read as --pipeline-model-parallel-size; 0 means 1", _pipeline_stages),
+    translated(
+        "--pipe-parallel-size=",
+        "read as --pipeline-model-parallel-size; 0 means 1",
+        lambda word, _: {"parallel.pipeline_model_parallel_size": max(_count(word), 1)},
+    ),
     read_as("--no-pipeline-parallel", "parallel.pipeline_model_parallel_size", 1),
     read_as("--enable-zbh1-pipeline", "parallel.pipeline_schedule", "zero-bubble"),
     refused(

@@ -35,6 +35,7 @@ from megatron.gpt2.dist.ranks import (
     RankInfo,
     describe_lost,
     format_ranks,
+    print_status,
 )
 from megatron.gpt2.dist.rendezvous import CONTINUE_HINT, find_cut_link
 from megatron.gpt2.hooks import Hook
@@ -184,7 +185,7 @@ class HangDetector(Hook):
         if self._store.add(f"reported/{host}", 1) == 1:
             first = int(self._store.get("hang"))
             line = f"{describe_hang(locations, lost, self._hosts, first, self._seconds, cut)}: {CONTINUE_HINT}"
-            print(f"error ({host}): {line}", file=sys.stderr, flush=True)
+            print_status(line, f"error ({host})")
             self._incidents.note("hang", line, ranks=missing, cut=cut, found_by=self._rank_info.rank)
         return lost
 

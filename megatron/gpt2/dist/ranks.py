@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -279,6 +280,11 @@ def wait_for_others(store: Store, key: str, count: int) -> None:
     store.add(key, 1)
     while count and store.add(key, 0) < count and time.monotonic() < end:
         time.sleep(POLL_INTERVAL)
+
+
+def print_status(line: str, kind: str = "error") -> None:
+    """Print `kind: line` on standard error."""
+    print(f"{kind}: {line}", file=sys.stderr, flush=True)
 
 
 def describe_lost(lost: LostRanks, hosts: Mapping[int, str]) -> str:

@@ -21,7 +21,6 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -49,6 +48,7 @@ from megatron.gpt2.dist.ranks import (
     TimedStore,
     describe_lost,
     format_ranks,
+    print_status,
     run_in_thread,
     wait_for_others,
 )
@@ -240,11 +240,8 @@ def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) 
 def stand_by(store: Store, launch: Launch) -> int:
     """Wait without a time limit until the run of the other ranks ends, and return its exit code. Signals end the
     process at once."""
-    print(
-        f"notice: rank {launch.rank} ({launch.host}) is on standby: the run continues without it (--elastic)",
-        file=sys.stderr,
-        flush=True,
-    )
+    who = f"rank {launch.rank} ({launch.host})"
+    print_status(f"{who} is on standby: the run continues without it (--elastic)", "notice")
     try:
         store.add("standing by", 1)
         while not store.check(["over"]):
@@ -328,7 +325,7 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
     if rank_info.local_rank == 0:
         host = rendezvous.hosts[rank_info.rank]
         of_ranks = {rank: devices[rank] for rank in rendezvous.hosts if rendezvous.hosts[rank] == host}
-        print(node_line(host, of_ranks, rank_info.world_size), flush=True, file=sys.stderr)
+        print_status(node_line(of_ranks, rank_info.world_size), f"host {host}")
     if cut := find_cut_link(rank_info, "start"):
         raise MissingRanksError(f"{' and '.join(cut)} cannot connect to each other: {OPEN_PORTS}")
     timeout = timedelta(minutes=timeout_minutes)
@@ -347,14 +344,14 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
         raise dist.DistNetworkError(f"this rank cannot connect to others ({error}): {OPEN_PORTS}") from error
 
 
-def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
-    """Return a machine's line: "host node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
+def node_line(devices: Mapping[int, str], world_size: int) -> str:
+    """Return the line of a machine: "ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
 
     devices: "device\tkind" of each of its ranks.
     """
     pairs = [text.split("\t") for text in devices.values()]
     places, kinds = (", ".join(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
-    return f"host {host}: {format_ranks(devices, {})} of {world_size} on {places} ({kinds})"
+    return f"{format_ranks(devices, {})} of {world_size} on {places} ({kinds})"
 
 
 def find_cut_link(rank_info: RankInfo, name: str) -> list[str]:
@@ -440,7 +437,7 @@ def report_lost_ranks(rank_info: RankInfo) -> bool:
     words, host = describe_lost(lost, hosts), hosts[rank_info.rank]
     rank_info.note("lost", words, ranks=sorted(lost), silences={str(rank): seconds for rank, seconds in lost.items()})
     if rank_info.rank == next((rank for rank in hosts if hosts[rank] == host and rank not in lost), -1):
-        print(f"error ({host}): {words}: {CONTINUE_HINT}", file=sys.stderr, flush=True)
+        print_status(f"{words}: {CONTINUE_HINT}", f"error ({host})")
     rank_info.leave(len(lost))
     return True
 

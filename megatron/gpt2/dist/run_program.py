@@ -47,6 +47,7 @@ from megatron.gpt2.dist.ranks import (
     MissingRanksError,
     RankInfo,
     TimedStore,
+    print_status,
 )
 from megatron.gpt2.dist.rendezvous import (
     describe_missing,
@@ -137,7 +138,7 @@ def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
     code, prints = getattr(error, "exit_code", BAD_INPUT), _is_first_error(rank_info)
     if prints:
         where = f" ({os.uname().nodename})" if rank_info.rank else ""
-        print(f"error{where}: {error_line(error)}", file=sys.stderr, flush=True)
+        print_status(error_line(error), f"error{where}")
     if rank_info.world_size > 1:
         if prints:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -431,11 +432,6 @@ def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None
         traceback.print_exc()
         code = 1
     sys.exit(code)
-
-
-def print_status(line: str, kind: str = "error") -> None:
-    """Print `kind: line` on standard error."""
-    print(f"{kind}: {line}", file=sys.stderr, flush=True)
 
 
 def describe_exit(rank: int, code: int) -> str:

@@ -433,6 +433,7 @@ def check_settings_match(context: RunContext, log: Log) -> None:
     """Raise ValueError on every rank, with the name of the first decision that differs. Log a warning if the ranks run
     different programs. Every rank must call this function."""
     settings = settings_equal_on_all_ranks(context)
+    settings["fingerprint of the training data"] = context.splits.fingerprint
     program = devices.code_hash() if context.rank_info.world_size > 1 else ""
     by_rank = [json.loads(text) for text in gather_strings(json.dumps([settings, program]))]
     first, first_program = by_rank[0]
@@ -463,7 +464,6 @@ def settings_equal_on_all_ranks(context: RunContext) -> dict[str, str]:
         f"{'none' if context.source is None else 'found'}",
         "length in iterations": str(context.train_iters),
         "tokenizer": context.tokenizer.fingerprint,
-        "fingerprint of the training data": context.splits.fingerprint,
         "version of torch": torch.__version__,
     }
     for others in context.hooks.call(Hook.settings_equal_on_all_ranks, context):

@@ -16,9 +16,9 @@ from megatron.gpt2.config import CheckpointConfig, DataConfig, flag_name, non_de
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.device import PRECISIONS, set_threads
 from megatron.gpt2.dist.launch import Launch
-from megatron.gpt2.dist.ranks import MissingRanksError, RankInfo
+from megatron.gpt2.dist.ranks import MissingRanksError, RankInfo, print_status
 from megatron.gpt2.dist.rendezvous import join_rendezvous, report_lost_ranks, shutdown_distributed
-from megatron.gpt2.dist.run_program import BAD_INPUT, exit_with_error, handle_error, print_status
+from megatron.gpt2.dist.run_program import BAD_INPUT, exit_with_error, handle_error
 from megatron.gpt2.dist.signals import exit_on_sigterm
 from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.model.gpt2 import count_parameters

@@ -95,7 +95,7 @@ def test_beginnings_and_opposites():
         "--pretrained-bert": "for BERT or another model",
         "--zero-stage 3": "--zero-stage 3 is not implemented: ",
         "--zero-stage two": "--zero-stage two is not a stage of ZeRO",
-        "--pipe-parallel-size x": "--pipe-parallel-size x is not a number of stages",
+        "--pipe-parallel-size x": "--pipe-parallel-size x is not a whole number",
         "--remote-device nvme": "only none: weights stay on the device",
         "--use-npy-data-loader": "give loose JSON or text with --train-data",
         "--load-openai --load x": "tools/checkpoint.py convert",
