@@ -259,7 +259,7 @@ FAULTS = {
     "missed wait for a sequence": Fault(
         changed(mappings, "all_gather_single", without_wait),
         "mpu/mappings.py",
-        "return whole, all_gather_single",
+        "return gathered, all_gather_single",
         f"{TENSOR} --sequence-parallel",
     ),
     "missed wait for a stage": Fault(
