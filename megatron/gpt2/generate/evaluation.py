@@ -43,8 +43,7 @@ class EvaluationTask:
     settings: the options that decided the windows.
     words: the number of words of the original text, for the perplexity per word; None for other tasks.
     num_truncated: the passages that were cut at the beginning to fit a window.
-    labels: [questions] of HELLASWAG, the number of the right ending.
-    characters: [questions, endings], their lengths.
+    endings: of HELLASWAG, the number of the right ending [questions], and the characters of each [questions, endings].
     """
 
     name: str
@@ -52,8 +51,7 @@ class EvaluationTask:
     settings: dict[str, Any]
     words: int | None = None
     num_truncated: int = 0
-    labels: np.ndarray | None = None
-    characters: np.ndarray | None = None
+    endings: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def targets(self) -> np.ndarray:
@@ -174,9 +172,7 @@ def _read_hellaswag(path: str, tokenizer: Tokenizer, length: int) -> EvaluationT
     if not labels:
         raise ValueError(f"{path} holds no question")
     settings = {"seq_length": length}
-    return EvaluationTask(
-        "HELLASWAG", windows, settings, labels=np.array(labels), characters=np.array(characters, dtype=float)
-    )
+    return EvaluationTask("HELLASWAG", windows, settings, endings=(np.array(labels), np.array(characters, dtype=float)))
 
 
 def _clean_wikihow(text: str) -> str:
@@ -201,12 +197,13 @@ def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, 
             "examples_cut": task.num_truncated,
             **metrics,
         }
-    if task.labels is not None and task.characters is not None:
-        nats_of = scores.nats.reshape(task.characters.shape)
+    if task.endings is not None:
+        labels, characters = task.endings
+        nats_of = scores.nats.reshape(characters.shape)
         return {
-            "accuracy": float((nats_of.argmin(1) == task.labels).mean()),
-            "accuracy_norm": float(((nats_of / task.characters).argmin(1) == task.labels).mean()),
-            "examples": len(task.labels),
+            "accuracy": float((nats_of.argmin(1) == labels).mean()),
+            "accuracy_norm": float(((nats_of / characters).argmin(1) == labels).mean()),
+            "examples": len(labels),
             **metrics,
         }
     if task.words is not None:
@@ -228,7 +225,7 @@ def plausibility_warning(task: EvaluationTask, metrics: Metrics, vocab_size: int
     n, counts = len(task.targets), np.bincount(task.targets).tolist()
     counting = math.lgamma(n + vocab_size) - math.lgamma(vocab_size) - sum(math.lgamma(count + 1) for count in counts)
     least = min(counting / n, math.log(vocab_size))
-    if metrics["loss"] < least or task.labels is not None:
+    if metrics["loss"] < least or task.endings is not None:
         return None
     return (
         f"{metrics['loss']:.2f} nats per token are no better than counting the text's own tokens ({least:.2f}): "

@@ -187,11 +187,6 @@ def closing_report(
     lines = [RULE, *([f"validation loss: {', '.join(losses)}", ""] if losses else [])]
     lines.append("validation, bits per byte (less is better):")
     lines += align_rows([(name, "not computed" if bits is None else f"{bits:.3f}") for name, bits in scores.items()])
-    unigram = baselines.get(UNIGRAM)
-    if bits_per_byte is not None and unigram is not None and bits_per_byte >= unigram:
-        lines.append(
-            "  The model is not better than token frequencies: train with more --train-iters or a higher --lr."
-        )
     lines += ["", "samples: the model continues the words in brackets:"]
     for line in sample.splitlines():
         lines += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
@@ -202,8 +197,7 @@ def closing_report(
     elif plot:
         paths.append(("loss curve", plot))
     lines += align_rows(paths)
-    if next_commands:
-        lines += ["", "next:"]
+    lines += ["", "next:"]
     for what, command in next_commands:
         lines += [f"  # {what}", f"  {command}"]
     return "\n".join([*lines, RULE])

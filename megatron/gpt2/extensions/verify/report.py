@@ -168,12 +168,8 @@ def explain_mismatch(result: LayoutResult) -> list[str]:
     if (factor := found.factor) is not None and abs(factor - 1) > 1e-3:
         lines.append(f"the whole tensor is {factor:.4g} times the reference")
     lines.append(f"made by {producing_operation(key, result.metadata)}")
-    count = len(comparison.mismatches)
-    lines.append(
-        f"{count:,} of {len(comparison.tensors):,} tensors differ by more than rounding; those before this one do not"
-        if count > 1
-        else "no other tensor differs by more than rounding"
-    )
+    count, total = len(comparison.mismatches), plural(len(comparison.tensors), "tensor")
+    lines.append(f"{count:,} of {total} differ by more than rounding; those before this one do not")
     return [lines[0], *(f"    {line}" for line in lines[1:])]
 
 
