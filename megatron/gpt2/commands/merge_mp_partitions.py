@@ -63,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     ffn_size = model.get("ffn_hidden_size") or 4 * model["hidden_size"]
     sizes = {**source.metadata["layout"], **model, "ffn_hidden_size": ffn_size}
     for name in COMPARED:
-        given, found = getattr(args, name), sizes.get(name)
-        fits = given is None or found in (None, given)
-        require(fits, f"{flag_name(name)} {given}: the files of {args.load} have {found}")
+        flag_size, saved_size = getattr(args, name), sizes.get(name)
+        fits = flag_size is None or saved_size in (None, flag_size)
+        require(fits, f"{flag_name(name)} {flag_size}: the files of {args.load} have {saved_size}")
     passed_on = {flag_name(name): getattr(args, name) for name in (*HINTS, *FILES)}
     words = [f"{flag}={value}" for flag, value in passed_on.items() if value is not None]
     return checkpoint.main(["merge", args.load, args.save or f"{args.load}/merged", *words])

@@ -27,11 +27,11 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
     """Return what `detect_format_by_file_names` returns, but distinguish Megatron's versions by the contents of the
     files. No tensor is read. Raises ValueError if such a file cannot be read."""
-    found = detect_format_by_file_names(path, iteration)
-    if found is None or found[0] not in ("megatron", "deepspeed"):
-        return found
-    files = megatron.rank_files(found[1])
-    return (megatron.detect_megatron_format(files[min(files)]), found[1]) if files else None
+    format_and_path = detect_format_by_file_names(path, iteration)
+    if format_and_path is None or format_and_path[0] not in ("megatron", "deepspeed"):
+        return format_and_path
+    files = megatron.rank_files(format_and_path[1])
+    return (megatron.detect_megatron_format(files[min(files)]), format_and_path[1]) if files else None
 
 
 def open_checkpoint(path: str | Path, hints: Hints | None = None, *, log: Log = print) -> BaseCheckpoint:
@@ -43,27 +43,27 @@ def open_checkpoint(path: str | Path, hints: Hints | None = None, *, log: Log = 
     Raises ValueError, in one line, if the checkpoint is not valid.
     """
     path, hints = Path(path), hints or Hints()
-    found = detect_format(path, hints.iteration)
-    if found is None:
-        wanted = "" if hints.iteration is None else f" of iteration {hints.iteration}"
-        problem = f"holds no checkpoint{wanted} in a known format" if path.exists() else "does not exist"
+    format_and_path = detect_format(path, hints.iteration)
+    if format_and_path is None:
+        of_iteration = "" if hints.iteration is None else f" of iteration {hints.iteration}"
+        problem = f"holds no checkpoint{of_iteration} in a known format" if path.exists() else "does not exist"
         raise ValueError(f"{path}: {problem}; the formats are {', '.join(FORMATS)}")
-    format, where = found
+    format, location = format_and_path
     if format == "native":
-        source = _open_native(path, where, hints, log)
+        source = _open_native(path, location, hints, log)
     else:
         opener = OPENERS.get(format) or partial(megatron.open_megatron, format=format)
-        with file_errors(where):
-            source = opener(where, hints=hints, log=lambda line: log(f"{where}: {line}"))
+        with file_errors(location):
+            source = opener(location, hints=hints, log=lambda line: log(f"{location}: {line}"))
     model = source.metadata["config"]["model"]
-    for flag, asked, saved in (
+    for flag, value, saved in (
         ("--num-attention-heads", hints.num_attention_heads, model.get("num_attention_heads")),
         ("--vocab-size", hints.vocab_size, source.metadata["vocab_size"]),
         ("--gelu", hints.gelu, model.get("gelu")),
         ("--iteration", hints.iteration, source.iteration),
     ):
-        if asked is not None and asked != saved:
-            raise ValueError(f"{source.path}: {flag} {asked}, but the checkpoint has {saved}: leave out the flag")
+        if value is not None and value != saved:
+            raise ValueError(f"{source.path}: {flag} {value}, but the checkpoint has {saved}: leave out the flag")
     return source
 
 

@@ -149,28 +149,36 @@ class ForeignCheckpoint(BaseCheckpoint):
         for name, weight in kinds["model"].items():
             dtype = weight.info.dtype
             require(dtype.is_floating_point, f"{path}: {name} has dtype {dtype}, which is not floating-point")
-        saved: dict[str, Any] = {}
+        saved_metadata: dict[str, Any] = {}
         if read_optimizer is not None:
             try:
-                states, found = read_optimizer()
-                held = {"master": kinds["model"]} | {kind: without_padding(states[kind]) for kind in states}
-                for kind, tensors in held.items():
+                states, optimizer_metadata = read_optimizer()
+                optimizer_tensors = {"master": kinds["model"]} | {
+                    kind: without_padding(states[kind]) for kind in states
+                }
+                for kind, tensors in optimizer_tensors.items():
                     for name, tensor in tensors.items():
                         is_fp32 = tensor.info == TensorInfo(torch.float32, shapes[name])
                         require(is_fp32, f"{kind} of {name} is not fp32 with the shape of its parameter")
-                check_masters(kinds["model"], held["master"])
-                kinds, saved = kinds | held, found
+                check_masters(kinds["model"], optimizer_tensors["master"])
+                kinds, saved_metadata = kinds | optimizer_tensors, optimizer_metadata
             except PARSE_ERRORS as error:
                 self.left_out.append(f"the optimizer's state{problem} ({type(error).__name__}: {str(error)[:200]})")
         self._lazy = {f"{kind}.{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
         self.tensors = {name: tensor.info for name, tensor in self._lazy.items()}
-        self.iteration = saved["optimizer"]["adam_steps"] if iteration is None and saved else iteration or 0
+        self.iteration = (
+            saved_metadata["optimizer"]["adam_steps"] if iteration is None and saved_metadata else iteration or 0
+        )
 
         self.metadata = {
             "tokenizer": None,
             **metadata,
-            **saved,
-            "config": {**metadata.get("config", {}), **saved.get("config", {}), "model": dataclasses.asdict(model)},
+            **saved_metadata,
+            "config": {
+                **metadata.get("config", {}),
+                **saved_metadata.get("config", {}),
+                "model": dataclasses.asdict(model),
+            },
             "vocab_size": model.vocab_size,
             "iteration": self.iteration,
         }

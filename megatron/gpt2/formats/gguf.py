@@ -90,9 +90,9 @@ def write_gguf(
             writer.add_tokenizer_model("no_vocab")
             writer.add_vocab_size(source.metadata["vocab_size"])
         for name, spec in specs.items():
-            theirs = names.get_name(f"transformer.{openai_name(name)}", try_suffixes=(".weight", ".bias"))
+            gguf_name = names.get_name(f"transformer.{openai_name(name)}", try_suffixes=(".weight", ".bias"))
             size = math.prod(gguf.quant_shape_to_byte_shape(spec.global_shape, type_of(name)))
-            writer.add_tensor_info(theirs, spec.global_shape, np.dtype("float32"), size, raw_dtype=type_of(name))
+            writer.add_tensor_info(gguf_name, spec.global_shape, np.dtype("float32"), size, raw_dtype=type_of(name))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

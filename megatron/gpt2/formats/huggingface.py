@@ -94,14 +94,14 @@ def _model_fields(config: Entries) -> dict[str, Any]:
         is_known, f"activation_function is {short_repr(activation)}, and this program supports {', '.join(GELU_FORMS)}"
     )
     fields: dict[str, Any] = {"gelu": GELU_FORMS[activation]}
-    for name, ours in CONFIG_INTEGERS.items():
+    for name, field in CONFIG_INTEGERS.items():
         require(name in config, f"has no {name}")
-        fields[ours] = check_integer(name, config[name])
+        fields[field] = check_integer(name, config[name])
     inner = config.get("n_inner")
     fields["ffn_hidden_size"] = None if inner in (None, 4 * config["n_embd"]) else check_integer("n_inner", inner)
-    for name, ours in CONFIG_FRACTIONS.items():
+    for name, field in CONFIG_FRACTIONS.items():
         if name in config:
-            value = fields[ours] = config[name]
+            value = fields[field] = config[name]
             is_fraction = type(value) in (int, float) and 0 <= value < 1
             require(is_fraction, f"{name} should be a number in [0, 1), not {short_repr(value)}")
     return fields
@@ -160,15 +160,15 @@ def write_huggingface(
     """
     model = check_metadata(source)
     check_tokenizer(source, tokenizer)
-    wanted = PRECISION_DTYPES.get(dtype, source.tensors[f"model.{TIED_WEIGHT}"].dtype)
+    weight_dtype = PRECISION_DTYPES.get(dtype, source.tensors[f"model.{TIED_WEIGHT}"].dtype)
     kind = export_kind(source, dtype)
     eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
     ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}
     weights = {
         name: ShardedTensor(
-            torch.empty(x.info.shape, dtype=wanted, device="meta"), x.info.shape, (0,) * len(x.info.shape), x.load
+            torch.empty(x.info.shape, dtype=weight_dtype, device="meta"), x.info.shape, (0,) * len(x.info.shape), x.load
         )
-        for name, x in export_tensors(source, kind, transposed=True, dtype=wanted).items()
+        for name, x in export_tensors(source, kind, transposed=True, dtype=weight_dtype).items()
     }
     with new_folder(out) as folder:
         write_safetensors(folder, WEIGHTS[0], source.iteration, weights)
@@ -184,7 +184,7 @@ def write_huggingface(
         config = {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
-            **{theirs: getattr(model, ours) for theirs, ours in {**CONFIG_INTEGERS, **CONFIG_FRACTIONS}.items()},
+            **{key: getattr(model, field) for key, field in {**CONFIG_INTEGERS, **CONFIG_FRACTIONS}.items()},
             "n_ctx": model.max_position_embeddings,  # for llama.cpp's converter
             "n_inner": model.ffn_hidden_size,
             "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[model.gelu],
@@ -192,13 +192,13 @@ def write_huggingface(
             "bos_token_id": eod,
             "eos_token_id": eod,
             # transformers 5 reads the first name, transformers 4 the second.
-            **dict.fromkeys(("dtype", "torch_dtype"), str(wanted).removeprefix("torch.")),
+            **dict.fromkeys(("dtype", "torch_dtype"), str(weight_dtype).removeprefix("torch.")),
             **dict.fromkeys(("tie_word_embeddings", "scale_attn_weights", "use_cache"), True),
         }
         generation = {"_from_model_config": True, **ends}
         for name, values in {"config.json": config, "generation_config.json": generation}.items():
             (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(_model_card(source, kind, wanted, problem), encoding="utf-8")
+        (folder / "README.md").write_text(_model_card(source, kind, weight_dtype, problem), encoding="utf-8")
     return Path(out)
 
 

@@ -85,11 +85,11 @@ class RankFile(NamedTuple):
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     """Return the files of the ranks in `folder`, by (tensor-parallel rank, pipeline stage)."""
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted((*folder.glob("mp_rank_*.pt"), *folder.glob("mp_rank_*/*.pt"))):
         if match := RANK_FILE.fullmatch(path.relative_to(folder).as_posix()):
-            found.setdefault((int(match[1]), int(match[2] or 0)), path)
-    return found
+            files.setdefault((int(match[1]), int(match[2] or 0)), path)
+    return files
 
 
 def detect_megatron_format(path: Path) -> str:
@@ -121,25 +121,25 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Log) -> Foreign
     }
     layout = {name: size for name, size in sizes.items() if size > 1 or "virtual" not in name}
     shapes = {name: x.info.shape for file in files for name, x in file.weights.items() if name != EMBEDDINGS_FOR_HEAD}
-    found = {**sizes, "model_parallel_size": tp_size}
-    model, padded = infer_model_config(top, shapes, found, hints, log, tp_size)
+    file_sizes = {**sizes, "model_parallel_size": tp_size}
+    model, padded_model = infer_model_config(top, shapes, file_sizes, hints, log, tp_size)
     number = top.get("checkpoint_version", 0)
     require(number in (0, 1, 2, 3), "its checkpoint_version is unknown; versions 0 to 3 are supported")
     version = 2 if format == "megatron-core" else int(number)
     order = partial(to_head_major, heads=model.num_attention_heads // tp_size, version=version)
-    specs = model_partition_specs(padded, tp_size)
+    specs = model_partition_specs(padded_model, tp_size)
     weights = merge_ranks([(file.path, {"model": file.weights}) for file in files], specs, tp_size, order)["model"]
     left_out: list[str] = []
     zero = _zero_files(path, tp_size)
 
     def adam() -> OptimizerState:
         if zero:
-            held = [read_zero_optimizer(zero[rank], file.top, file.weights) for rank, file in enumerate(files)]
+            optimizers = [read_zero_optimizer(zero[rank], file.top, file.weights) for rank, file in enumerate(files)]
         else:
-            held = [read_rank_optimizer(file.top["optimizer"], file.weights) for file in files]
-        states, optimizer, groups, _ = held[0]
-        step = same_step(step for *_, step in held)
-        ranks = [(file.path, states) for file, (states, *_) in zip(files, held, strict=True)]
+            optimizers = [read_rank_optimizer(file.top["optimizer"], file.weights) for file in files]
+        states, optimizer, groups, _ = optimizers[0]
+        step = same_step(step for *_, step in optimizers)
+        ranks = [(file.path, states) for file, (states, *_) in zip(files, optimizers, strict=True)]
         metadata = megatron_adam_metadata(top, optimizer, groups, step, left_out)
         return merge_ranks(ranks, specs, tp_size, order), metadata
 
@@ -223,12 +223,12 @@ def _add_chunk(chunk: Any, weights: dict[str, LazyTensor], first_layer: int) -> 
             "holds no dictionary of weights (DeepSpeed's pipeline keeps them in layer_* files, which are not supported)"
         )
     local: set[int] = set()
-    for theirs, tensor in flatten_state_dict(chunk).items():
-        name = native_name(theirs)
+    for megatron_name, tensor in flatten_state_dict(chunk).items():
+        name = native_name(megatron_name)
         if layer := LAYER.fullmatch(name):
             local.add(int(layer[1]))
             name = f"transformer.layers.{first_layer + int(layer[1])}.{layer[2]}"
-        require(name not in weights, f"holds {name} twice, once as {theirs[:120]!r}")
+        require(name not in weights, f"holds {name} twice, once as {megatron_name[:120]!r}")
         weights[name] = LazyTensor.from_tensor(tensor)
     return len(local)
 
@@ -284,18 +284,20 @@ def write_megatron(
         for rank, (stage, chunks) in itertools.product(range(tp_size), enumerate(stages)):
             path = iteration / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (layout.pipeline > 1)) / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
-            own = partial(part, rank, path.parent)
+            rank_part = partial(part, rank, path.parent)
             saved = dict(top)
             for number, names in enumerate(chunks):
                 key = f"model{number}" if len(chunks) > 1 else "model"
-                saved[key] = format_state_dict(format, {theirs: own("model", ours) for theirs, ours in names.items()})
+                saved[key] = format_state_dict(
+                    format, {megatron_name: rank_part("model", name) for megatron_name, name in names.items()}
+                )
             if with_optimizer:
                 # If there are no names, the tensors have the order of the model: first the group with weight decay,
                 # then the other one.
                 groups: list[list[dict[str, Tensor]]] = [[], []]
                 for name in (name for names in chunks for name in names.values()):
                     vector = len(specs[name].global_shape) == 1
-                    groups[vector].append({kind: own(kind, name) for kind in OPTIMIZER_KINDS})
+                    groups[vector].append({kind: rank_part(kind, name) for kind in OPTIMIZER_KINDS})
                 saved["optimizer"] = optimizer_state_dict(source, groups, format)
             torch.save(saved, path)
         (folder / LATEST_FILE).write_text(f"{source.iteration}")

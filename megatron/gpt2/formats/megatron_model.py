@@ -54,7 +54,7 @@ MEGATRON_CORE_WORDS = {
     "dense_4h_to_h": "linear_fc2",
     "word_embeddings_for_head": "output_layer",
 }
-NATIVE_WORDS = {theirs: ours for ours, theirs in MEGATRON_CORE_WORDS.items()} | {
+NATIVE_WORDS = {core_word: word for word, core_word in MEGATRON_CORE_WORDS.items()} | {
     "encoder": "transformer",  # v2.6 and later have this name.
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -90,11 +90,11 @@ RankState = tuple[object, Mapping[str, LazyTensors]]  # a rank's file, and its t
 # --- names
 
 
-def native_name(theirs: str) -> str:
-    """Return our name of the parameter `theirs` of any version of Megatron."""
+def native_name(name: str) -> str:
+    """Return our name of the parameter that any version of Megatron calls `name`."""
     for plain, fused in FUSED.items():
-        theirs = theirs.replace(fused, plain)
-    return ".".join(NATIVE_WORDS.get(word, word) for word in theirs.split(".") if word not in SKIPPED_WORDS)
+        name = name.replace(fused, plain)
+    return ".".join(NATIVE_WORDS.get(word, word) for word in name.split(".") if word not in SKIPPED_WORDS)
 
 
 def core_name(name: str) -> str:
@@ -251,7 +251,7 @@ def saved_iteration(top: Entries) -> int:
 def infer_model_config(
     top: Entries,
     shapes: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, int],
+    file_sizes: Mapping[str, int],
     hints: Hints,
     log: Log,
     tp_size: int = 1,
@@ -261,7 +261,7 @@ def infer_model_config(
 
     top: the file's other entries, such as "args".
     shapes: the shapes by our names, of one of `tp_size` ranks.
-    found: values of arguments that follow from the files.
+    file_sizes: values of arguments that follow from the files.
 
     Raises ValueError, in one line, if these contradict each other.
     """
@@ -277,20 +277,20 @@ def infer_model_config(
         "missing?",
     )
     num_layers = len({match[1] for name in shapes if (match := LAYER.fullmatch(name))})
-    sizes = {**found, "num_layers": num_layers, "hidden_size": hidden_size, "padded_vocab_size": padded}
+    sizes = {**file_sizes, "num_layers": num_layers, "hidden_size": hidden_size, "padded_vocab_size": padded}
     for name, size in sizes.items():
         saved = args.get(name)
         is_same = not isinstance(saved, int) or saved == size
         require(is_same, f"{name} is {saved} by its arguments and {size} by its files: are two runs mixed?")
-    true, given = top.get(TRUE_VOCAB_SIZE), hints.vocab_size
-    for label, vocab_size in ((TRUE_VOCAB_SIZE, true), ("--vocab-size", given)):
+    true_size, flag_size = top.get(TRUE_VOCAB_SIZE), hints.vocab_size
+    for label, vocab_size in ((TRUE_VOCAB_SIZE, true_size), ("--vocab-size", flag_size)):
         fits = vocab_size is None or (type(vocab_size) is int and 0 < vocab_size <= padded)
         require(fits, f"{label} {short_repr(vocab_size)}: it holds {padded} rows, padding included")
     fields: dict[str, Any] = {name: float(args[name]) for name in MODEL_FLOATS if type(args.get(name)) in (int, float)}
     if type(args.get("norm_epsilon")) is float:  # Layer norms have this argument since 2023.
         fields["layernorm_epsilon"] = args["norm_epsilon"]
     divisor = args.get("make_vocab_size_divisible_by")
-    if true is None and given is None:
+    if true_size is None and flag_size is None:
         report_padding(padded, log)
         divisor = 1
     # In 2019 Megatron had only the tanh form. Later versions use it in the fused kernel, and otherwise the erf form.
@@ -301,17 +301,17 @@ def infer_model_config(
         num_attention_heads=infer_num_heads(hidden_size, tp_size, args.get("num_attention_heads"), hints),
         ffn_hidden_size=None if ffn == 4 * hidden_size else ffn,
         max_position_embeddings=positions,
-        vocab_size=true or given or padded,
+        vocab_size=true_size or flag_size or padded,
         make_vocab_size_divisible_by=divisor if type(divisor) is int and divisor > 0 else 128,
         gelu=hints.gelu or ("tanh" if tanh else "erf"),
         **fields,
     )
-    whole = dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1)
-    specs = model_partition_specs(whole)
+    padded_model = dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1)
+    specs = model_partition_specs(padded_model)
     for name in sorted(shapes.keys() ^ specs.keys()):
         problem = f"holds no {name}" if name in specs else f"holds {name[:120]}, which is not a part of a GPT-2"
         raise ValueError(f"{problem}: is a pipeline stage missing, or is it another model?")
-    return model, whole
+    return model, padded_model
 
 
 def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:

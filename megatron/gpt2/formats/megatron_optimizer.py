@@ -72,7 +72,7 @@ PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("tra
 def progress_metadata(args: Entries) -> dict[str, Any]:
     """Return the run's progress and its flags from Megatron's arguments, under our manifest's names."""
     train = {name: args[name] for name in TRAIN_ARGS if type(args.get(name)) is int}
-    progress = {name: args[theirs] for name, theirs in PROGRESS.items() if type(args.get(theirs)) is int}
+    progress = {name: args[argument] for name, argument in PROGRESS.items() if type(args.get(argument)) is int}
     return {**progress, "config": {"train": train}}
 
 

@@ -123,16 +123,16 @@ def from_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) ->
     return to_head_major(x, heads) if ".query_key_value." in name else x
 
 
-def find_weights(found: LazyTensors, left_out: list[str]) -> tuple[dict[str, LazyTensor], bool]:
-    """Return the parameters of the model by their names without a prefix, and whether `found` has an LM head. Buffers
+def find_weights(tensors: LazyTensors, left_out: list[str]) -> tuple[dict[str, LazyTensor], bool]:
+    """Return the parameters of the model by their names without a prefix, and whether `tensors` has an LM head. Buffers
     and the LM head are not among the parameters. `left_out` gets a line for tensors that do not belong to the model.
     Raises ValueError if the model is not a GPT-2, with the name of the other architecture if it is known, or if the
     head differs from the word embeddings."""
-    prefix = _find_prefix(list(found))
-    named = {theirs: _strip_prefix(prefix, theirs) for theirs in found}
-    others = [theirs for theirs, name in named.items() if not name]
-    left_out += [f"{len(others)} other tensors, {theirs[:80]} among them" for theirs in others[:1]]
-    weights = {name: found[theirs] for theirs, name in named.items() if name and not BUFFERS.fullmatch(name)}
+    prefix = _find_prefix(list(tensors))
+    named = {saved_name: _strip_prefix(prefix, saved_name) for saved_name in tensors}
+    others = [saved_name for saved_name, name in named.items() if not name]
+    left_out += [f"{len(others)} other tensors, {saved_name[:80]} among them" for saved_name in others[:1]]
+    weights = {name: tensors[saved_name] for saved_name, name in named.items() if name and not BUFFERS.fullmatch(name)}
     head = weights.pop(LM_HEAD, None)
     is_tied = head is None or head.equal(weights[WTE])
     require(is_tied, f"{LM_HEAD} is not {WTE}, and the head of this program's GPT-2 is tied")
@@ -159,29 +159,31 @@ def _strip_prefix(prefix: str, name: str) -> str:
     return WRAPPERS.sub("", name.removeprefix(prefix)) if name.startswith(prefix) else ""
 
 
-def to_native_tensors(model: ModelConfig, found: LazyTensors, *, transposed: bool) -> dict[str, LazyTensor]:
-    """Convert `found`, with OpenAI's names, to our names and layout. The word embeddings may have padding rows. If the
-    model has no biases, they are zeros here. Raises ValueError if other shapes differ from `model`.
+def to_native_tensors(model: ModelConfig, tensors: LazyTensors, *, transposed: bool) -> dict[str, LazyTensor]:
+    """Convert `tensors`, with OpenAI's names, to our names and layout. The word embeddings may have padding rows. If
+    the model has no biases, they are zeros here. Raises ValueError if other shapes differ from `model`.
 
     transposed: linear layers are stored [in, out].
     """
-    ours, left, has_biases = {}, dict(found), "ln_f.bias" in found
+    native, remaining, has_biases = {}, dict(tensors), "ln_f.bias" in tensors
     for name, spec in model_partition_specs(model).items():
-        theirs, shape = openai_name(name), spec.global_shape
+        saved_name, shape = openai_name(name), spec.global_shape
         if name.endswith(".bias") and not has_biases:
-            dtype = found[WTE].info.dtype
-            ours[name] = LazyTensor(TensorInfo(dtype, shape), partial(torch.zeros, shape, dtype=dtype))
+            dtype = tensors[WTE].info.dtype
+            native[name] = LazyTensor(TensorInfo(dtype, shape), partial(torch.zeros, shape, dtype=dtype))
             continue
-        require(theirs in left, f"holds no {theirs}")
-        tensor = left.pop(theirs)
+        require(saved_name in remaining, f"holds no {saved_name}")
+        tensor = remaining.pop(saved_name)
         if name == TIED_WEIGHT:
             shape = (max(tensor.info.shape[0], shape[0]), shape[1])
         if transposed and is_linear(name):
             shape = shape[::-1]
-        require(tensor.info.shape == shape, f"{theirs} has shape {tensor.info.shape} instead of {shape}")
-        ours[name] = tensor.map(partial(from_openai, name=name, heads=model.num_attention_heads, transposed=transposed))
-    require(not left, f"holds {next(iter(left), '')!r}, which is not a part of GPT-2")
-    return ours
+        require(tensor.info.shape == shape, f"{saved_name} has shape {tensor.info.shape} instead of {shape}")
+        native[name] = tensor.map(
+            partial(from_openai, name=name, heads=model.num_attention_heads, transposed=transposed)
+        )
+    require(not remaining, f"holds {next(iter(remaining), '')!r}, which is not a part of GPT-2")
+    return native
 
 
 def build_checkpoint(
@@ -206,16 +208,16 @@ def build_checkpoint(
     iteration: default, the optimizer's steps.
     """
     left_out: list[str] = []
-    found, has_head = find_weights(tensors, left_out)
+    weights, has_head = find_weights(tensors, left_out)
     require(has_head or tied is True, f"holds no {LM_HEAD}, but config.json has tie_word_embeddings = false")
-    shape = partial(matrix_shape, {name: tensor.info.shape for name, tensor in found.items()})
+    shape = partial(matrix_shape, {name: tensor.info.shape for name, tensor in weights.items()})
     (rows, hidden_size), (positions, _) = shape(WTE), shape("wpe.weight")
     transposed = shape("h.0.attn.c_attn.weight") == (hidden_size, 3 * hidden_size)
     ffn = shape("h.0.mlp.c_fc.weight")[transposed]
     if hints.vocab_size is None and rows == GPT2_PADDED_VOCAB_SIZE:
         report_padding(rows, log)
     shapes = {
-        "num_layers": len({layer[1] for name in found if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))}),
+        "num_layers": len({layer[1] for name in weights if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))}),
         "hidden_size": hidden_size,
         "max_position_embeddings": positions,
         "vocab_size": rows,
@@ -224,22 +226,22 @@ def build_checkpoint(
     for name in shapes.keys() & saved.keys():
         is_same = shapes[name] == saved[name]
         require(is_same, f"its {name} is {saved[name]} by its configuration and {shapes[name]} by its tensors")
-    known = {
+    fields = {
         "gelu": hints.gelu or ("tanh" if transposed else "erf"),
         **saved,
         **shapes,
         "num_attention_heads": infer_num_heads(hidden_size, 1, saved.get("num_attention_heads"), hints),
         "vocab_size": min(rows, hints.vocab_size or rows),
     }
-    model = ModelConfig(**known)
-    ours = partial(to_native_tensors, model, transposed=transposed)
+    model = ModelConfig(**fields)
+    to_native = partial(to_native_tensors, model, transposed=transposed)
 
     def read_optimizer(read: Callable[[LazyTensors], OptimizerState]) -> OptimizerState:
-        states, values = read(found)
-        return {kind: ours(tensors) for kind, tensors in states.items()}, values
+        states, values = read(weights)
+        return {kind: to_native(tensors) for kind, tensors in states.items()}, values
 
     optimizer = partial(read_optimizer, read) if read else None
-    return ForeignCheckpoint(path, format, iteration, model, metadata or {}, ours(found), left_out, optimizer)
+    return ForeignCheckpoint(path, format, iteration, model, metadata or {}, to_native(weights), left_out, optimizer)
 
 
 def export_kind(source: BaseCheckpoint, dtype: str) -> str:
@@ -325,8 +327,8 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
     )
 
 
-def _numbered_state(optimizer: Entries, found: LazyTensors) -> OptimizerState:
-    states, groups, step = read_adam(optimizer, found)
+def _numbered_state(optimizer: Entries, weights: LazyTensors) -> OptimizerState:
+    states, groups, step = read_adam(optimizer, weights)
     require(not groups[1]["weight_decay"], "biases and layer norms have weight decay")
     return states, adam_metadata(step, groups, {})
 
@@ -340,18 +342,18 @@ def write_nanogpt(source: BaseCheckpoint, out: str | Path, *, tokenizer: Tokeniz
         f"{source.path}: its GELU is {model.gelu}, and nanoGPT's is erf, so the logits would differ; --to huggingface "
         "keeps the GELU",
     )
-    for flag, value, only in (
+    for flag, value, required in (
         ("--ffn-hidden-size", model.ffn_size, 4 * model.hidden_size),
         ("--layernorm-epsilon", model.layernorm_epsilon, NANOGPT_EPSILON),
     ):
-        require(value == only, f"{source.path}: {flag} is {value:g}, and nanoGPT supports only {only:g}")
+        require(value == required, f"{source.path}: {flag} is {value:g}, and nanoGPT supports only {required:g}")
     with new_folder(out) as folder:
         state = export_state(source, folder, transposed=False, dtype=torch.float32)
         weights = state.pop("model")
         top: dict[str, Any] = {
             "model": {**weights, LM_HEAD: weights[f"transformer.{WTE}"]},
             "model_args": {
-                **{name: getattr(model, ours) for name, ours in CONFIG_SIZES.items()},
+                **{name: getattr(model, field) for name, field in CONFIG_SIZES.items()},
                 "block_size": model.max_position_embeddings,
                 "bias": True,
                 "dropout": model.hidden_dropout,
@@ -397,7 +399,7 @@ def open_dcp(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
 
 
 def _named_state(
-    folder: DcpCheckpoint, states: Mapping[tuple[str, str], LazyTensor], found: LazyTensors
+    folder: DcpCheckpoint, states: Mapping[tuple[str, str], LazyTensor], weights: LazyTensors
 ) -> OptimizerState:
     """Read AdamW's state, which a DCP folder has by parameter name.
 
@@ -411,9 +413,9 @@ def _named_state(
     for tensors in kinds.values():
         tensors.pop(LM_HEAD, None)  # The state of the tied head is a copy of that of the word embeddings.
     groups: dict[str, dict[str, Any]] = {}
-    for theirs in folder.objects:
-        if setting := PARAM_GROUP.fullmatch(theirs):
-            groups.setdefault(setting[1], {})[setting[2]] = folder.object(theirs)
+    for key in folder.objects:
+        if setting := PARAM_GROUP.fullmatch(key):
+            groups.setdefault(setting[1], {})[setting[2]] = folder.object(key)
     return kinds, adam_metadata(step, list(groups.values()), {})
 
 

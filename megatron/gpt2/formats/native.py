@@ -95,22 +95,22 @@ def native_metadata(source: BaseCheckpoint, tp_size: int, tokenizer: Tokenizer |
     """Return the metadata for the new manifest: that of `source`, with defaults for missing values that a run needs.
     Without `consumed_samples`, a run starts at the beginning of the data. Without a tokenizer, training asks for
     one."""
-    given: dict[str, Any] = {"tokenizer": None, **source.metadata}
-    given.pop("tokenizer_files", None)
-    sections = {name: dict(values) for name, values in given["config"].items()}
-    sections["model"]["vocab_size"] = given["vocab_size"]
+    metadata: dict[str, Any] = {"tokenizer": None, **source.metadata}
+    metadata.pop("tokenizer_files", None)
+    sections = {name: dict(values) for name, values in metadata["config"].items()}
+    sections["model"]["vocab_size"] = metadata["vocab_size"]
     layout = {"tensor_model_parallel_size": tp_size}
     sections["parallel"] = {**sections.get("parallel", {}), **layout, "sequence_parallel": False}
     sections.setdefault("data", {}).setdefault("seq_length", sections["model"]["max_position_embeddings"])
     check_tokenizer(source, tokenizer)
     if tokenizer is not None:
-        given["tokenizer"] = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size")}
+        metadata["tokenizer"] = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size")}
     Config.from_dict(sections)  # `from_dict` raises ValueError for values that a run cannot use.
     return {
         "consumed_samples": 0,
         "optimizer": {"num_updates": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}},
         "converted_from": source.format,
-        **given,
+        **metadata,
         "config": sections,
         "iteration": source.iteration,
         "torch": torch.__version__,

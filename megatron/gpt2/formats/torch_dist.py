@@ -179,32 +179,32 @@ def _positive_arg(args: Entries, name: str) -> int | None:
 def _tensors_by_kind(folder: DcpCheckpoint) -> TensorsByKind:
     """Return the tensors of the folder by kind and our name, with separate layers. Raises ValueError for duplicate
     names."""
-    found: TensorsByKind = {}
-    for theirs in folder.tensors:
-        if theirs.startswith(BUCKET_PREFIX):
+    by_kind: TensorsByKind = {}
+    for saved_name in folder.tensors:
+        if saved_name.startswith(BUCKET_PREFIX):
             continue
-        state = STATE.fullmatch(theirs)
-        kind, name = (state[2] or "master", state[3]) if state else ("model", theirs)
-        for each, tensor in _split_layers(folder, theirs, name).items():
-            ours = native_name(each)
-            require(ours not in found.setdefault(kind, {}), f"holds {ours[:120]} twice")
-            found[kind][ours] = tensor
-    return found
+        state = STATE.fullmatch(saved_name)
+        kind, name = (state[2] or "master", state[3]) if state else ("model", saved_name)
+        for each, tensor in _split_layers(folder, saved_name, name).items():
+            native = native_name(each)
+            require(native not in by_kind.setdefault(kind, {}), f"holds {native[:120]} twice")
+            by_kind[kind][native] = tensor
+    return by_kind
 
 
-def _split_layers(folder: DcpCheckpoint, theirs: str, name: str) -> dict[str, LazyTensor]:
-    """Split the tensor `theirs`, which belongs to the parameter `name`, into its layers if it is a stack of layers."""
-    require(name in folder.tensors, f"holds {theirs[:120]}, but not its parameter")
-    shape, whole = folder.tensors[theirs].shape, folder.tensors[name].shape
-    found = {name: LazyTensor.from_checkpoint(folder, theirs)}
+def _split_layers(folder: DcpCheckpoint, saved_name: str, name: str) -> dict[str, LazyTensor]:
+    """Split the tensor `saved_name`, which belongs to the parameter `name`, into layers if it is a stack of layers."""
+    require(name in folder.tensors, f"holds {saved_name[:120]}, but not its parameter")
+    shape, param_shape = folder.tensors[saved_name].shape, folder.tensors[name].shape
+    layers = {name: LazyTensor.from_checkpoint(folder, saved_name)}
     if stacked := STACKED.fullmatch(name):
-        found = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy_row(theirs, row) for row in range(whole[0])}
-    if shape == whole:
-        return found
+        layers = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy_row(saved_name, row) for row in range(param_shape[0])}
+    if shape == param_shape:
+        return layers
     # The grid of ranks is part of the shape in fully_sharded_model_space. It does not split the layers.
     first = 1 if stacked else 0
-    change = partial(merge_grid, grid=shape[first:-1], shape=whole[first:])
-    return {each: x.map(change) for each, x in found.items()}
+    change = partial(merge_grid, grid=shape[first:-1], shape=param_shape[first:])
+    return {each: x.map(change) for each, x in layers.items()}
 
 
 def merge_grid(x: Tensor, grid: Shape, shape: Shape) -> Tensor:
@@ -281,20 +281,20 @@ def _rank_state(
     """Return the tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the
     next one. Raises ValueError if the lengths do not fit."""
     states: TensorsByKind = {kind: {} for kind in STATE_NAMES}
-    number = at = 0
+    number = position = 0
     for name in reversed(names):
         shape, bucket = shapes[name], buckets.get(number, "")
-        end = at + math.prod(shape)
-        for kind, theirs in STATE_NAMES.items():
-            info = folder.tensors.get(f"{bucket}.{theirs}")
+        end = position + math.prod(shape)
+        for kind, state_name in STATE_NAMES.items():
+            info = folder.tensors.get(f"{bucket}.{state_name}")
             if info is None or len(info.shape) != 1 or end > info.shape[0]:
                 raise ValueError(f"{name} does not fit into bucket {number}")
-            load = partial(_read_flat, folder, f"{bucket}.{theirs}", at, shape)
+            load = partial(_read_flat, folder, f"{bucket}.{state_name}", position, shape)
             states[kind][name] = LazyTensor(TensorInfo(info.dtype, shape), load)
-        at = -(-end // ALIGNMENT) * ALIGNMENT
-        if at >= folder.tensors[f"{bucket}.param"].shape[0]:
-            number, at = number + 1, 0
-    require(number == len(buckets) and not at, "its buckets are longer than its parameters")
+        position = -(-end // ALIGNMENT) * ALIGNMENT
+        if position >= folder.tensors[f"{bucket}.param"].shape[0]:
+            number, position = number + 1, 0
+    require(number == len(buckets) and not position, "its buckets are longer than its parameters")
     return states
 
 
@@ -319,7 +319,7 @@ def write_torch_dist(source: BaseCheckpoint, out: str | Path, layout: MegatronLa
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     top = run_entries(source, model, layout, "megatron-core") | {"content_metadata": content}
     if has_optimizer(source):
-        prefixes |= {kind: f"optimizer.state.{theirs}." for kind, theirs in STATE_NAMES.items()}
+        prefixes |= {kind: f"optimizer.state.{saved_name}." for kind, saved_name in STATE_NAMES.items()}
         top["args"].use_distributed_optimizer = True
         content["distrib_optim_sharding_type"] = SHARDING_TYPE
         top["opt_param_scheduler"] = scheduler_state_dict(source, "megatron-v3", log)
@@ -337,12 +337,12 @@ def write_torch_dist(source: BaseCheckpoint, out: str | Path, layout: MegatronLa
             for layer in range(model.num_layers)
         }
         for kind, prefix in prefixes.items():
-            for theirs, names in stacks.items():
+            for saved_name, names in stacks.items():
                 shape = specs[names[0]].local_shape(1)
-                if theirs.startswith(LAYERS):
+                if saved_name.startswith(LAYERS):
                     shape = (len(names), *shape)
                 parts = (read_shard(source, name, specs[name], kind, 0, 1) for name in names)
-                state[prefix + theirs] = spill_to_disk(path, parts, shape)
+                state[prefix + saved_name] = spill_to_disk(path, parts, shape)
         save_dcp(path, state)
         torch.save(top, path / COMMON)
         config = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -353,7 +353,7 @@ def write_torch_dist(source: BaseCheckpoint, out: str | Path, layout: MegatronLa
 
 def torch_dist_name(name: str) -> str:
     """Return the name in torch_dist, such as decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
-    theirs = re.sub(r"\.layers\.\d+\.", ".layers.", core_name(name))
+    result = re.sub(r"\.layers\.\d+\.", ".layers.", core_name(name))
     for plain, fused in FUSED.items():
-        theirs = theirs.replace(plain, fused)
-    return theirs
+        result = result.replace(plain, fused)
+    return result
