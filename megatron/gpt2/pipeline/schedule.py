@@ -1,9 +1,9 @@
 """Pipeline schedules: a table of the actions of each rank, in order. The module also distributes the layers over the
 virtual stages.
 
-Each of the pp ranks has vpp model chunks. As in Megatron, chunk c of rank r is virtual stage c·pp + r of the pp·vpp
-virtual stages, so a micro-batch passes all ranks once for each chunk. Virtual stage 0 has the embedding, the last one
-has the loss. With one chunk per rank, the virtual stages are the pipeline stages.
+Each of the pp ranks has vpp model chunks. Chunk c of rank r is virtual stage c·pp + r of the pp·vpp virtual
+stages, as in Megatron, so a micro-batch passes all ranks once for each chunk. Virtual stage 0 has the embedding, the
+last one has the loss. With one chunk per rank, the virtual stages are the pipeline stages.
 
 Every schedule works with any number of micro-batches. On every rank the backwards of a chunk are in the order of the
 micro-batches, as in a run without a pipeline, so gradients are always summed in the same order.

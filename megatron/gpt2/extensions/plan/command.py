@@ -161,14 +161,14 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
     gradients and two moments (16). Attention stored its scores. The peak is in the loss, with three float32 copies of
     the logits: the model's output, a clone minus the maximum, and its exponential, which becomes the gradient.
     """
-    model, train, p = config.model, config.train, config.parallel.tensor_model_parallel_size
+    model, train, tp = config.model, config.train, config.parallel.tensor_model_parallel_size
     assert model.vocab_size is not None
     # Megatron padded the vocabulary to a multiple of the number of ranks, too.
-    divisor = p * model.make_vocab_size_divisible_by
-    parameters = count_parameters(dataclasses.replace(model, make_vocab_size_divisible_by=divisor), p)[1]
+    divisor = tp * model.make_vocab_size_divisible_by
+    parameters = count_parameters(dataclasses.replace(model, make_vocab_size_divisible_by=divisor), tp)[1]
     s, b, h = config.data.seq_length, train.micro_batch_size, model.hidden_size
     hidden = 2 * s * b * h
-    whole = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=p)
+    whole = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=tp)
     # number of inputs that are kept: one for each recomputed group of layers
     inputs = -(-model.num_layers // train.recompute_num_layers) * hidden
     parts = dict.fromkeys(PARTS, 0) | {
@@ -178,7 +178,7 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
         # These are the outputs of the last layer and of the norm, and the mask of the embeddings' dropout (1 byte per
         # element).
         "activations": (inputs if train.recompute_granularity == "full" else whole) + 2 * hidden + hidden // 2,
-        "logits and loss": 3 * 4 * s * b * padded_vocab_size(model.vocab_size, divisor, p) // p,
+        "logits and loss": 3 * 4 * s * b * padded_vocab_size(model.vocab_size, divisor, tp) // tp,
     }
     return MemoryEstimate("the loss", parts, parameters=parameters), {
         "from_step_to_step": BYTES_PER_PARAMETER * parameters,
@@ -192,25 +192,25 @@ def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, An
 
     plan: None for --accounting megatron-2019.
     """
-    model, train, p = config.model, config.train, config.parallel.tensor_model_parallel_size
-    facts: dict[str, Any] = {}
+    model, train, tp = config.model, config.train, config.parallel.tensor_model_parallel_size
+    details: dict[str, Any] = {}
     rows: list[tuple[str, str]] = []
     stage_lines: list[str] = []
     if plan is None:
         memory, sums = megatron_2019(config)
-        memories, facts["megatron_2019"] = [memory], sums
-        layout = f"Megatron-LM of 2019, tensor-parallel {p}, fp16 on a GPU"
-        between, matrices, kept = sums.values()
+        memories, details["megatron_2019"] = [memory], sums
+        layout = f"Megatron-LM of 2019, tensor-parallel {tp}, fp16 on a GPU"
+        between, matrices, activations = sums.values()
         rows += [
             ("from step to step", f"{in_mb(between)} MB: 20 bytes a parameter (12·l·h²: {matrices:,} bytes)"),
-            ("without recompute", f"{kept:,} bytes of activations: l·(34·s·b·h + 5·b·s²·n) at one rank"),
+            ("without recompute", f"{activations:,} bytes of activations: l·(34·s·b·h + 5·b·s²·n) at one rank"),
         ]
     else:
         memories = [estimate_memory(plan, stage) for stage in range(plan.stages)]
-        d, precision = plan.data_parallel_size, devices.PRECISIONS[plan.dtype]
-        facts = {"ranks": plan.world_size, "data_parallel": d, "device": plan.device, "precision": precision}
+        dp, precision = plan.data_parallel_size, devices.PRECISIONS[plan.dtype]
+        details = {"ranks": plan.world_size, "data_parallel": dp, "device": plan.device, "precision": precision}
         stages = f"pipeline {plan.stages} × " * (plan.stages > 1)
-        layout = f"{plural(plan.world_size, 'rank')}, tensor-parallel {p} × {stages}data-parallel {d}"
+        layout = f"{plural(plan.world_size, 'rank')}, tensor-parallel {tp} × {stages}data-parallel {dp}"
         layout += f", {precision} on {plan.device}"
     if plan is not None and plan.stages > 1:
         schedule, m, chunks = config.pipeline_schedule(1).name, plan.num_microbatches, config.layers_of_virtual_stages()
@@ -218,18 +218,18 @@ def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, An
         rows.append(
             ("schedule", f"{schedule}, {m} micro-batches, {idle:.0%} of a step idle if all layers are equally fast")
         )
-        facts["pipeline"] = {"schedule": schedule, "micro_batches": m, "bubble": round(idle, 4), "stages": []}
+        details["pipeline"] = {"schedule": schedule, "micro_batches": m, "bubble": round(idle, 4), "stages": []}
         stage_lines += ["", f"  {'stage':<8}{'layers':<24}{'parameters':>14}{'MB':>10}"]
         for stage, of_stage in enumerate(memories):
             layers = [[chunk.start, chunk.stop - 1] for chunk in chunks[stage :: plan.stages]]
             numbers = {"parameters": of_stage.parameters, "total": of_stage.total, "moment": of_stage.moment}
-            facts["pipeline"]["stages"].append({"layers": layers, **numbers})
+            details["pipeline"]["stages"].append({"layers": layers, **numbers})
             shown = ", ".join(f"{first}-{last}" for first, last in layers)
             stage_lines.append(f"  {stage:<8}{shown:<24}{of_stage.parameters:>14,}{in_mb(of_stage.total):>10}")
-    memory, own = max(memories, key=lambda each: each.total), max(each.parameters for each in memories)
-    whole, matrices = count_parameters(model, p)[0], layer_matrices(config)
-    counts = {"in_all": whole, "of_a_rank": own, "matrices_12lh2": matrices}
-    held = {**memory.parts, "total": memory.total, "moment": memory.moment, "on_host": memory.on_host}
+    memory, of_a_rank = max(memories, key=lambda each: each.total), max(each.parameters for each in memories)
+    in_all, matrices = count_parameters(model, tp)[0], layer_matrices(config)
+    counts = {"in_all": in_all, "of_a_rank": of_a_rank, "matrices_12lh2": matrices}
+    memory_numbers = {**memory.parts, "total": memory.total, "moment": memory.moment, "on_host": memory.on_host}
     shape = (
         f"{plural(model.num_layers, 'layer')}, hidden size {model.hidden_size}, "
         f"{plural(model.num_attention_heads, 'head')}, vocabulary {model.vocab_size:,}, "
@@ -239,7 +239,7 @@ def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, An
         [
             ("model", shape),
             ("layout", f"{layout}, micro-batch {train.micro_batch_size}, recompute {train.recompute_granularity}"),
-            ("parameters", f"{whole:,} in all, {own:,} per rank{' at most' if stage_lines else ''}"),
+            ("parameters", f"{in_all:,} in all, {of_a_rank:,} per rank{' at most' if stage_lines else ''}"),
             ("12·l·h²", f"{matrices:,} in the layers' matrices"),
             *rows,
         ]
@@ -250,7 +250,7 @@ def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, An
             lines.append(f"  {part:<17}{in_mb(size):>10}{size / memory.total:>8.1%}")
     if memory.on_host >= MB // 2:
         lines.append(f"  and {in_mb(memory.on_host)} MB of host memory")
-    return {"parameters": counts, "memory": held, **facts}, lines
+    return {"parameters": counts, "memory": memory_numbers, **details}, lines
 
 
 def plan_fits(plan: MemoryInputs, budget: int) -> tuple[dict[str, Any], list[str]]:
@@ -279,7 +279,7 @@ def plan_fits(plan: MemoryInputs, budget: int) -> tuple[dict[str, Any], list[str
 
 
 def plan_time(
-    inputs: MemoryInputs, cluster: Cluster, chosen: argparse.Namespace, step: StepTime
+    inputs: MemoryInputs, cluster: Cluster, options: argparse.Namespace, step: StepTime
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the modelled numbers of a step, and of the whole training if --tokens is given, and their lines."""
     config, ranks = inputs.config, inputs.world_size
@@ -287,33 +287,33 @@ def plan_time(
     rate = samples * config.data.seq_length / step.seconds
     mfu = rate * config.model.flops_per_token(config.data.seq_length) / ranks / cluster.peak_flops
     shares = {name: seconds / step.seconds for name, seconds in step.parts.items()}
-    facts: dict[str, Any] = {"seconds": step.seconds, "tokens_per_second": rate, "mfu": mfu, "shares": shares}
+    numbers: dict[str, Any] = {"seconds": step.seconds, "tokens_per_second": rate, "mfu": mfu, "shares": shares}
     rows = [
         ("step", f"{step.seconds:.4g} s, {rate:,.0f} tokens/s, {mfu:.1%} MFU (modelled)"),
         ("", ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.0005)),
     ]
-    if chosen.tokens is not None:
+    if options.tokens is not None:
         nodes = -(-ranks // cluster.gpus_per_node)
-        cost = training_cost(chosen.tokens, rate, ranks, nodes, chosen.failures, chosen.checkpoint_seconds, RESTART)
-        facts["training"] = cost._asdict()
+        cost = training_cost(options.tokens, rate, ranks, nodes, options.failures, options.checkpoint_seconds, RESTART)
+        numbers["training"] = cost._asdict()
         lost = f"{cost.lost:.1%} lost by failures, a checkpoint every {cost.interval / 60:.0f} minutes"
         rows.append(("training", f"{cost.days:,.1f} days, {cost.gpu_hours:,.0f} GPU-hours; {lost}"))
-    return facts, align_rows(rows)
+    return numbers, align_rows(rows)
 
 
-def print_search(config: Config, cluster: Cluster, chosen: argparse.Namespace, ranks: int) -> int:
+def print_search(config: Config, cluster: Cluster, options: argparse.Namespace, ranks: int) -> int:
     """Print the fastest layouts. Return the exit code."""
     require(config.train.global_batch_size is not None, "--search needs a --global-batch-size")
-    budget = int(chosen.memory_gb * GB) if chosen.memory_gb else int(SEARCHED_SHARE * cluster.memory)
-    found, lines = [], list[str]()
+    budget = int(options.memory_gb * GB) if options.memory_gb else int(SEARCHED_SHARE * cluster.memory)
+    results, lines = [], list[str]()
     for number, (candidate, step) in enumerate(search(planned_inputs(config, ranks), cluster, budget, 10), start=1):
         flags, size = " ".join(candidate.flags), candidate.memory.total
-        facts, told = plan_time(candidate.inputs, cluster, chosen, step)
-        found.append({"flags": flags, "bytes": size, **facts})
-        lines += ["", f"{number:>2}. {flags or '(no flags)'}", f"  memory    {in_mb(size)} MB", *told]
+        numbers, more_lines = plan_time(candidate.inputs, cluster, options, step)
+        results.append({"flags": flags, "bytes": size, **numbers})
+        lines += ["", f"{number:>2}. {flags or '(no flags)'}", f"  memory    {in_mb(size)} MB", *more_lines]
     nothing = f"  no layout on {plural(ranks, 'rank')} fits into {in_mb(budget)} MB"
-    print(json.dumps({"budget": budget, "found": found}, indent=2) if chosen.json else "\n".join(lines) or nothing)
-    return 0 if found else 1
+    print(json.dumps({"budget": budget, "found": results}, indent=2) if options.json else "\n".join(lines) or nothing)
+    return 0 if results else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -321,24 +321,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
         words = ["--help"]  # The parser prints the help of this program, not of pretrain_gpt2.py.
-    chosen, rest = parse_options(words)
+    options, rest = parse_options(words)
     launch, rest = parse_launch_flags(rest)
     config = planned_config(rest)
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or model_ranks
-    cluster = read_cluster(chosen.cluster)[0] if chosen.cluster else None
-    if cluster and chosen.search:
-        return print_search(config, cluster, chosen, ranks)
-    plan = planned_inputs(config, ranks) if chosen.accounting == "this" else None
-    found, lines = plan_memory(config, plan)
+    ranks = options.ranks or launch.world_size or launch.nproc_per_node or model_ranks
+    cluster = read_cluster(options.cluster)[0] if options.cluster else None
+    if cluster and options.search:
+        return print_search(config, cluster, options, ranks)
+    plan = planned_inputs(config, ranks) if options.accounting == "this" else None
+    results, lines = plan_memory(config, plan)
     if plan is not None and cluster is not None:
-        step = simulate(plan, cluster, record=chosen.perfetto is not None)
-        found["time"], told = plan_time(plan, cluster, chosen, step)
-        lines += ["", *told]
-        if chosen.perfetto:
-            write_perfetto(step, chosen.perfetto)
-    if plan is not None and chosen.memory_gb is not None:
-        found["fits"], told = plan_fits(plan, int(chosen.memory_gb * GB))
-        lines += told
-    print(json.dumps(found, indent=2) if chosen.json else "\n".join(lines))
-    return 1 if found.get("fits", {}).get("least") else 0
+        step = simulate(plan, cluster, record=options.perfetto is not None)
+        results["time"], more_lines = plan_time(plan, cluster, options, step)
+        lines += ["", *more_lines]
+        if options.perfetto:
+            write_perfetto(step, options.perfetto)
+    if plan is not None and options.memory_gb is not None:
+        results["fits"], more_lines = plan_fits(plan, int(options.memory_gb * GB))
+        lines += more_lines
+    print(json.dumps(results, indent=2) if options.json else "\n".join(lines))
+    return 1 if results.get("fits", {}).get("least") else 0

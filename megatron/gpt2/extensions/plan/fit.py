@@ -89,32 +89,32 @@ def cost(inputs: MemoryInputs, batch: int) -> float:
     """
     config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
     assert model.vocab_size is not None
-    p, m, on_gpu = parallel.tensor_model_parallel_size, inputs.num_microbatches, inputs.device == "cuda"
+    tp, m, on_gpu = parallel.tensor_model_parallel_size, inputs.num_microbatches, inputs.device == "cuda"
     tokens, flops = train.micro_batch_size * config.data.seq_length, model.flops_per_token(config.data.seq_length)
-    step = m * tokens * flops / (p * inputs.stages) / _FLOPS  # seconds
-    parameters = flops / 6 / (p * inputs.stages)  # of a rank: each takes 6 FLOPs for a token
+    step = m * tokens * flops / (tp * inputs.stages) / _FLOPS  # seconds
+    parameters = flops / 6 / (tp * inputs.stages)  # of a rank: each takes 6 FLOPs for a token
     # the bytes of a hidden state on a rank between two layers
-    hidden = inputs.dtype.itemsize * tokens * model.hidden_size / (p if parallel.sequence_parallel else 1)
+    hidden = inputs.dtype.itemsize * tokens * model.hidden_size / (tp if parallel.sequence_parallel else 1)
     of_layers = 1 - 6 * model.hidden_size * model.vocab_size / flops
-    more = {"none": 0.0, "selective": _SELECTIVE, "full": of_layers / 3}[train.recompute_granularity]
-    more += _HALF_BATCH * math.log2(batch / train.micro_batch_size) + _MODEL_PARALLEL.get(p, 1.0)
+    extra = {"none": 0.0, "selective": _SELECTIVE, "full": of_layers / 3}[train.recompute_granularity]
+    extra += _HALF_BATCH * math.log2(batch / train.micro_batch_size) + _MODEL_PARALLEL.get(tp, 1.0)
     if parallel.cpu_offload_optimizer and on_gpu:
         owned = parameters / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
         # An offloaded parameter sends 4 bytes to the host and 2 back over PCIe; AdamW reads 16 and writes 12 bytes in
         # host memory.
-        more += owned * (6 / _PCIE + 28 / _HOST_MEMORY) / step
+        extra += owned * (6 / _PCIE + 28 / _HOST_MEMORY) / step
     if parallel.shard_gradients:
-        more += (m - 1) * 4 * parameters / _BETWEEN_GPUS / 2 / step
+        extra += (m - 1) * 4 * parameters / _BETWEEN_GPUS / 2 / step
     if parallel.partition_activations:
-        more += _PARTITIONED
+        extra += _PARTITIONED
     if parallel.checkpoint_in_cpu and on_gpu:
-        kept = model.num_layers / inputs.stages / train.recompute_num_layers * hidden
-        moved = 2 * m * kept / (p if parallel.partition_activations else 1)
-        more += _OFFLOADED + max(0.0, moved / _PCIE / step - 1)
+        saved = model.num_layers / inputs.stages / train.recompute_num_layers * hidden
+        moved = 2 * m * saved / (tp if parallel.partition_activations else 1)
+        extra += _OFFLOADED + max(0.0, moved / _PCIE / step - 1)
     if inputs.stages > 1:  # Each chunk sends hidden states forward and gradients back.
-        more += m * config.num_model_chunks * 2 * hidden / _BETWEEN_GPUS / step
-        more = (1 + more) / (1 - bubble(config, m)) - 1
-    return more
+        extra += m * config.num_model_chunks * 2 * hidden / _BETWEEN_GPUS / step
+        extra = (1 + extra) / (1 - bubble(config, m)) - 1
+    return extra
 
 
 def bubble(config: Config, num_microbatches: int) -> float:
@@ -140,70 +140,73 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
     batch: the largest micro-batch size (default: that of `inputs`).
     offload: yield also layouts that use memory of the host.
     """
-    asked = inputs.config
-    largest = batch or asked.train.micro_batch_size
-    global_batch_size = asked.train.global_batch_size or largest * inputs.data_parallel_size * inputs.num_microbatches
+    requested = inputs.config
+    largest = batch or requested.train.micro_batch_size
+    global_batch_size = (
+        requested.train.global_batch_size or largest * inputs.data_parallel_size * inputs.num_microbatches
+    )
     sizes = [largest >> halved for halved in range(largest.bit_length()) if largest % (1 << halved) == 0]
-    recomputes = RECOMPUTES[RECOMPUTES.index(asked.train.recompute_granularity) :]
+    recomputes = RECOMPUTES[RECOMPUTES.index(requested.train.recompute_granularity) :]
     for split, b, recompute in itertools.product(_model_splits(inputs), sizes, recomputes):
-        p, stages = split["tensor_model_parallel_size"], split["pipeline_model_parallel_size"]
-        data_parallel = inputs.world_size // (p * stages)
-        if global_batch_size % (b * data_parallel):
+        tp, pp = split["tensor_model_parallel_size"], split["pipeline_model_parallel_size"]
+        dp = inputs.world_size // (tp * pp)
+        if global_batch_size % (b * dp):
             continue
-        if "pipeline_schedule" in split and global_batch_size < b * data_parallel * stages:
+        if "pipeline_schedule" in split and global_batch_size < b * dp * pp:
             continue  # The zero-bubble schedule needs a micro-batch for each stage.
         on_gpu, full = offload and inputs.device == "cuda", recompute == "full"
         useful = {
-            "sequence_parallel": p > 1,
-            "use_distributed_optimizer": data_parallel > 1,
-            "shard_gradients": data_parallel > 1,
+            "sequence_parallel": tp > 1,
+            "use_distributed_optimizer": dp > 1,
+            "shard_gradients": dp > 1,
             "cpu_offload_optimizer": on_gpu,
-            "partition_activations": full and asked.data.seq_length % p > 0,
+            "partition_activations": full and requested.data.seq_length % tp > 0,
             "checkpoint_in_cpu": on_gpu and full,
         }
         choices = [
-            (True,) if getattr(asked.parallel, name) else (False, True) if is_useful else (False,)
+            (True,) if getattr(requested.parallel, name) else (False, True) if is_useful else (False,)
             for name, is_useful in useful.items()
         ]
-        for chosen in itertools.product(*choices):
-            parallel: dict[str, Any] = {**split, **dict(zip(useful, chosen, strict=True))}
+        for choice in itertools.product(*choices):
+            parallel: dict[str, Any] = {**split, **dict(zip(useful, choice, strict=True))}
             train: dict[str, Any] = {
                 "micro_batch_size": b,
                 "global_batch_size": global_batch_size,
                 "recompute_granularity": recompute,
             }
             try:
-                made = dataclasses.replace(
+                new_inputs = dataclasses.replace(
                     inputs,
                     config=dataclasses.replace(
-                        asked,
-                        train=dataclasses.replace(asked.train, gradient_accumulation_steps=None, **train),
-                        parallel=dataclasses.replace(asked.parallel, **parallel),
+                        requested,
+                        train=dataclasses.replace(requested.train, gradient_accumulation_steps=None, **train),
+                        parallel=dataclasses.replace(requested.parallel, **parallel),
                     ),
                 )
-                least = low_bytes(made)
+                least_bytes = low_bytes(new_inputs)
             except ValueError:  # The flags exclude each other, or the sizes of this layout do not divide each other.
                 continue
-            if b == asked.train.micro_batch_size and data_parallel == inputs.data_parallel_size:
+            if b == requested.train.micro_batch_size and dp == inputs.data_parallel_size:
                 del train["global_batch_size"]  # The flag would not change it.
-            flags = (*changed_flags("parallel", asked.parallel, parallel), *changed_flags("train", asked.train, train))
-            yield Candidate(made, largest, flags, least)
+            flags = (
+                *changed_flags("parallel", requested.parallel, parallel),
+                *changed_flags("train", requested.train, train),
+            )
+            yield Candidate(new_inputs, largest, flags, least_bytes)
 
 
 def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
     """Yield the ways to split a model over ranks: tensor-parallel sizes, stages, and pipeline schedules."""
-    asked, model = inputs.config.parallel, inputs.config.model
-    p, stages = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
+    requested, model = inputs.config.parallel, inputs.config.model
+    tp, pp = requested.tensor_model_parallel_size, requested.pipeline_model_parallel_size
     divisors = {n for n in range(1, inputs.world_size + 1) if inputs.world_size % n == 0}
-    own_schedule = asked.pipeline_schedule or inputs.config.num_model_chunks > 1
-    for tensor, pipeline in itertools.product(
-        sorted({p, *divisors & set(_MODEL_PARALLEL)}), sorted({stages, *divisors})
-    ):
+    own_schedule = requested.pipeline_schedule or inputs.config.num_model_chunks > 1
+    for tensor, pipeline in itertools.product(sorted({tp, *divisors & set(_MODEL_PARALLEL)}), sorted({pp, *divisors})):
         split = tensor * pipeline
-        if split < p * stages or inputs.world_size % split or model.num_attention_heads % tensor:
+        if split < tp * pp or inputs.world_size % split or model.num_attention_heads % tensor:
             continue
         sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
-        if not (own_schedule and pipeline == 1 < stages):
+        if not (own_schedule and pipeline == 1 < pp):
             yield sizes
         if own_schedule or pipeline == 1:
             continue

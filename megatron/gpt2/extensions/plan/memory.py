@@ -143,9 +143,9 @@ def low_bytes(inputs: MemoryInputs) -> float:
     docs/explanation/memory.md."""
     config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
     assert model.vocab_size is not None
-    h, t, p, v = model.hidden_size, parallel.tensor_model_parallel_size, inputs.stages, config.num_model_chunks
-    layers = sum(map(len, config.layers_of_virtual_stages()[::p]))
-    parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / t
+    h, tp, pp, vpp = model.hidden_size, parallel.tensor_model_parallel_size, inputs.stages, config.num_model_chunks
+    layers = sum(map(len, config.layers_of_virtual_stages()[::pp]))
+    parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / tp
     on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
     moments = 0 if on_host else 8 if inputs.dtype == torch.float32 else 12  # with masters, if the weights are rounded
     state = inputs.dtype.itemsize + moments / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
@@ -157,9 +157,9 @@ def low_bytes(inputs: MemoryInputs) -> float:
         # exist, so the estimate leaves them out.
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
-    whole, divided = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
-    of_layer = whole / (t if parallel.sequence_parallel else 1) + divided / t  # bytes per token and h
-    in_flight = min(p + (p - 1) * (v > 1) / v, inputs.num_microbatches)
+    replicated, split = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
+    of_layer = replicated / (tp if parallel.sequence_parallel else 1) + split / tp  # bytes per token and h
+    in_flight = min(pp + (pp - 1) * (vpp > 1) / vpp, inputs.num_microbatches)
     tokens = train.micro_batch_size * config.data.seq_length
     return state * parameters + tokens * h * layers * in_flight * of_layer + inputs.fixed
 
@@ -171,7 +171,7 @@ def in_mb(size: float) -> str:
 
 # The memory of a rank at one time: bytes by part, and numbers that are not in the sum: "host", "saved" (of a
 # checkpoint), "parameters", and "total", the sum of the parts.
-Held = dict[str, int]
+MemoryByPart = dict[str, int]
 
 
 class PointInStep(NamedTuple):
@@ -187,7 +187,7 @@ class PointInStep(NamedTuple):
     order: int | None
 
 
-def held_bytes(held: Held) -> int:
+def held_bytes(held: MemoryByPart) -> int:
     """Return the sum of all parts."""
     return held["total"]
 
@@ -225,14 +225,14 @@ def with_few_layers(inputs: MemoryInputs) -> tuple[list[MemoryInputs], float] | 
 
 
 @functools.lru_cache(maxsize=4096)
-def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
+def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
     """Return the result of `traced_memory`. If all chunks of the model have equally many layers, few layers are
     traced. Moments at which memory is not a linear function of their number are left out: if layers share buckets, two
     moments of one key may differ."""
-    found = with_few_layers(inputs)
-    if found is None:
+    few_layers = with_few_layers(inputs)
+    if few_layers is None:
         return traced_memory(inputs, stage)
-    models, steps = found
+    models, steps = few_layers
     fewest, fewer, few = (traced_memory(each, stage) for each in models)
     return {
         key: {name: int(size + steps * (size - fewer[key][name])) for name, size in held.items()}
@@ -256,7 +256,7 @@ def trace_stage(inputs: MemoryInputs, stage: int, num_microbatches: int) -> Trac
     )
 
 
-def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
+def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
     """Trace a step of the first rank of `stage`. Return the bytes that this rank holds at each moment. If the step has
     a moment several times, the result is the one with the most bytes."""
     config, m, p = inputs.config, inputs.num_microbatches, inputs.stages
@@ -270,7 +270,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
     }
     now["host"] = most_on_host = trace.held["cpu"] if inputs.device == "cuda" else 0
     now["total"] = sum(now[part] for part in PARTS)
-    moments, of_phase = dict[PointInStep, Held](), defaultdict[str, list[Held]](list)
+    moments, of_phase = dict[PointInStep, MemoryByPart](), defaultdict[str, list[MemoryByPart]](list)
     kept, blocks, copies = _kept_blocks(trace), dict[int, tuple[str, int]](), 0
 
     def allocate(part: str, size: int) -> None:
@@ -345,7 +345,7 @@ def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEst
     return _largest(inputs, stage, stage_memory(inputs, stage))
 
 
-def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[PointInStep, Held]) -> MemoryEstimate:
+def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[PointInStep, MemoryByPart]) -> MemoryEstimate:
     config = inputs.config
     at, held = max(moments.items(), key=lambda item: held_bytes(item[1]))
     of_loss = at.phase == "forward" and PART_OF_FILE.get(at.place.split(":")[0]) == "logits and loss"

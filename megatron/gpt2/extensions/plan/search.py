@@ -16,7 +16,7 @@ from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_part
 
 # This entry describes this project for the formulas. It sums gradients in float32 with a reduce-scatter, and gathers
 # parameters in 16 bits; together these are as many bytes as an all-reduce of 3 bytes.
-PROGRAM = Software(kernels=20, traffic=1.0, loss_bytes=20.0, fused_attention=True, overlap=True, sum_bytes=3)
+THIS_PROGRAM = Software(kernels=20, traffic=1.0, loss_bytes=20.0, fused_attention=True, overlap=True, sum_bytes=3)
 LARGEST_MICRO_BATCH = 16
 ZERO_BUBBLE = 1 / 3  # This share of the bubble remains, if F, B and W take the same time.
 TRIES = 4  # At most this number of layouts is tried for each one that is returned.
@@ -27,7 +27,7 @@ def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
     """Return the time of a step, computed with the formulas."""
     config, parallel, m = inputs.config, inputs.config.parallel, inputs.num_microbatches
     software = dataclasses.replace(
-        PROGRAM,
+        THIS_PROGRAM,
         recompute=config.train.recompute_granularity,
         sequence_parallel=parallel.sequence_parallel,
         sharded_optimizer=parallel.use_distributed_optimizer,
@@ -67,20 +67,29 @@ def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> l
             f"no layout on {inputs.world_size} ranks fits: use more ranks (--ranks), or a --global-batch-size that they"
             " can share"
         )
-    found: dict[tuple[Any, ...], tuple[Candidate, StepTime]] = {}
+    best_by_layout: dict[tuple[Any, ...], tuple[Candidate, StepTime]] = {}
     tries = 0
     for candidate in sorted(candidates, key=lambda each: quick_seconds(each.inputs, cluster)):
-        made = candidate.inputs
-        size, schedule = made.config.parallel.tensor_model_parallel_size, made.config.parallel.pipeline_schedule
-        key = size, made.stages, made.config.num_model_chunks, schedule, made.config.train.micro_batch_size
-        if key in found:
+        new_inputs = candidate.inputs
+        tp, schedule = (
+            new_inputs.config.parallel.tensor_model_parallel_size,
+            new_inputs.config.parallel.pipeline_schedule,
+        )
+        key = (
+            tp,
+            new_inputs.stages,
+            new_inputs.config.num_model_chunks,
+            schedule,
+            new_inputs.config.train.micro_batch_size,
+        )
+        if key in best_by_layout:
             continue
-        if len(found) == count or tries == TRIES * count:
+        if len(best_by_layout) == count or tries == TRIES * count:
             break
         tries += 1
         if candidate.fits(budget):
-            found[key] = candidate, simulate(made, cluster)
-    return sorted(found.values(), key=lambda each: each[1].seconds)
+            best_by_layout[key] = candidate, simulate(new_inputs, cluster)
+    return sorted(best_by_layout.values(), key=lambda each: each[1].seconds)
 
 
 class Cost(NamedTuple):

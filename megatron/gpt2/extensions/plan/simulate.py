@@ -289,16 +289,16 @@ def _simulate(inputs: MemoryInputs, cluster: Cluster, record: bool) -> StepTime:
 def _run_stages(
     inputs: MemoryInputs, cluster: Cluster, jobs: Sequence[StageJobs], num_microbatches: int, record: bool
 ) -> StepTime:
-    config, p, of_stage = inputs.config, inputs.stages, inputs.world_size // inputs.stages
-    t = config.parallel.tensor_model_parallel_size
+    config, pp, of_stage = inputs.config, inputs.stages, inputs.world_size // inputs.stages
+    tp = config.parallel.tensor_model_parallel_size
     schedule = config.pipeline_schedule(num_microbatches)
     steps = build_p2p_schedule(schedule)
     tokens = config.train.micro_batch_size * config.data.seq_length
-    size = inputs.dtype.itemsize * tokens * config.model.hidden_size // (t if config.parallel.sequence_parallel else 1)
+    size = inputs.dtype.itemsize * tokens * config.model.hidden_size // (tp if config.parallel.sequence_parallel else 1)
     posted: dict[tuple[P2PMessage, int], float] = {}  # the time at which a rank is ready for a message
     spans: list[QueueSpan] = []
-    launch = float(cluster.host(1, t)) if inputs.device == "cuda" else 0.0
-    lanes = [Lane(stage, launch, spans if record else None) for stage in range(p)]
+    launch = float(cluster.host(1, tp)) if inputs.device == "cuda" else 0.0
+    lanes = [Lane(stage, launch, spans if record else None) for stage in range(pp)]
 
     def shared(lane: Lane) -> float:
         """Return the factor by which the other active stages of the node slow a stage."""
@@ -322,7 +322,7 @@ def _run_stages(
         return end
 
     def run(stage: int) -> Iterator[None]:
-        lane, own, sent = lanes[stage], jobs[stage], list[P2PMessage]()
+        lane, jobs_of_stage, sent = lanes[stage], jobs[stage], list[P2PMessage]()
         batch_of: dict[P2PMessage, list[P2PMessage]] = {}
 
         def wait(batch: list[P2PMessage]) -> Iterator[None]:
@@ -332,7 +332,7 @@ def _run_stages(
             lane.is_blocked = False
             lane.wait(max(map(exchanged, batch), default=0.0), "pipeline")
 
-        yield from lane.run(own.before, slowdown)
+        yield from lane.run(jobs_of_stage.before, slowdown)
         for step in steps[stage]:
             if batch := [*step.sends, *step.receives]:
                 yield from wait(sent)
@@ -343,10 +343,10 @@ def _run_stages(
             if (action := step.action) is not None:
                 if message := input_message(schedule, stage, action):
                     yield from wait(batch_of.pop(message))
-                yield from lane.run(own.actions[_traced(action, num_microbatches)], slowdown)
+                yield from lane.run(jobs_of_stage.actions[_traced(action, num_microbatches)], slowdown)
         yield from wait(sent)
-        yield from lane.run(own.after, slowdown)
-        lane.finish(sum(job.seconds for job in own.actions["F", 0, 0] if job.queue == "compute"))
+        yield from lane.run(jobs_of_stage.after, slowdown)
+        lane.finish(sum(job.seconds for job in jobs_of_stage.actions["F", 0, 0] if job.queue == "compute"))
         lane.is_blocked = True
 
     running = {lane: run(lane.stage) for lane in lanes}
@@ -359,7 +359,7 @@ def _run_stages(
     seconds = max(lane.now for lane in lanes)
     for lane in lanes:
         lane.wait(seconds, "pipeline")
-    parts = {name: sum(lane.parts[name] for lane in lanes) / p for name in PARTS}
+    parts = {name: sum(lane.parts[name] for lane in lanes) / pp for name in PARTS}
     return StepTime(seconds, parts, spans)
 
 

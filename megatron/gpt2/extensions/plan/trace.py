@@ -295,25 +295,25 @@ class Recorder(TorchDispatchMode):
         if is_view:
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        given = _tensors((*args, *kwargs.values()))
-        asked = kwargs.get("device")
-        if given and not any(map(_is_meta, given)) and (asked is None or asked.type != self.device):
+        tensors = _tensors((*args, *kwargs.values()))
+        requested = kwargs.get("device")
+        if tensors and not any(map(_is_meta, tensors)) and (requested is None or requested.type != self.device):
             return func(*args, **kwargs)  # A real tensor, such as a generator's state or a lookup table, is not traced.
         if name in ("_local_scalar_dense", "is_nonzero"):
             return 1
-        there = self.device_of(given[0]).type if given else "cpu"
-        device = there if asked is None or asked.type == "meta" else asked.type
+        current = self.device_of(tensors[0]).type if tensors else "cpu"
+        device = current if requested is None or requested.type == "meta" else requested.type
         if (
             name == "_to_copy"
-            and asked is not None
-            and device == there
+            and requested is not None
+            and device == current
             and kwargs.get("dtype") in (None, args[0].dtype)
         ):
             return args[0].detach()  # The call is x.to(device), and torch sees the device "meta".
         kwargs.pop("pin_memory", None)
-        if asked is not None:
+        if requested is not None:
             kwargs["device"] = META
-        if not all(map(_is_meta, given)):
+        if not all(map(_is_meta, tensors)):
             args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
         written = [x for at, key in writes for x in _tensors(args[at] if at < len(args) else kwargs.get(key))]
         if name in ("set_", "resize_"):
@@ -325,7 +325,7 @@ class Recorder(TorchDispatchMode):
         else:
             out = self._infer(func, args, kwargs)
         if not self._in_kernel:
-            self._record(name, given, written, out, device)
+            self._record(name, tensors, written, out, device)
         return out
 
     def _record(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor], out: Any, device: str) -> None:

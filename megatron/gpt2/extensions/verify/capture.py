@@ -250,11 +250,11 @@ class TransformersCapture(Capture):
             not config.has_dropout,
             "--against huggingface: transformers draws different masks: give --hidden-dropout 0 --attention-dropout 0",
         )
-        for flag, given in (
+        for flag, is_given in (
             ("--reset-attention-mask", trainer.config.data.reset_attention_mask),
             ("--reset-position-ids", trainer.config.data.reset_position_ids),
         ):
-            require(not given, f"--against huggingface: transformers' GPT-2 has no {flag}: leave it out")
+            require(not is_given, f"--against huggingface: transformers' GPT-2 has no {flag}: leave it out")
         hf_model = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=model.vocab_size,
@@ -275,8 +275,8 @@ class TransformersCapture(Capture):
             """Compute the loss like `GPT2Model.forward`. The model's own parameters get the gradients."""
             weights = {}
             for name, p in model.named_parameters():
-                whole = self._specs[name].without_padding(p, 0, 1)
-                weights[f"transformer.{openai_name(name)}"] = to_openai(whole, name, config.num_attention_heads)
+                unpadded = self._specs[name].without_padding(p, 0, 1)
+                weights[f"transformer.{openai_name(name)}"] = to_openai(unpadded, name, config.num_attention_heads)
             logits = torch.func.functional_call(hf_model, weights, (tokens,)).logits.float()  # [b, s, v]
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             return (losses * token_weight.flatten()).sum()

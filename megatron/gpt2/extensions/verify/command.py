@@ -150,14 +150,14 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
     batch: the global batch size of the first layout. If `flags` give a different one, ValueError is raised.
     """
     launch, rest = parse_launch_flags([*common, *shlex.split(flags)])
-    own = Parser(add_help=False)
-    own.add_argument("--data-parallel-size", type=positive_int)
+    parser = Parser(add_help=False)
+    parser.add_argument("--data-parallel-size", type=positive_int)
     try:
         require(
             launch.rank is None and launch.nnodes == 1,
             "all ranks of a layout start on this machine: leave out --rank, --world-size and --nnodes",
         )
-        given, words = own.parse_known_args(rest)
+        layout_flags, words = parser.parse_known_args(rest)
         words = words if batch is None else ["--global-batch-size", str(batch), *words]
         arguments = parse_run(words)
         if (folder := arguments.checkpoint.load) is not None:
@@ -168,16 +168,16 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
             arguments = merge_checkpoint(
                 arguments, checkpoint.metadata["config"], saved_decay_iters(checkpoint.metadata)
             )
-        parallel, dp = arguments.config.parallel, given.data_parallel_size
-        p = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        world_size = p * (dp or 1)
+        parallel, dp = arguments.config.parallel, layout_flags.data_parallel_size
+        mp = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        world_size = mp * (dp or 1)
         if launch.nproc_per_node is not None:
             world_size = launch.nproc_per_node or torch.cuda.device_count() or 2
             require(
-                dp is None or p * dp == world_size,
-                f"--nproc-per-node {world_size} is not the model-parallel size {p} × --data-parallel-size {dp}",
+                dp is None or mp * dp == world_size,
+                f"--nproc-per-node {world_size} is not the model-parallel size {mp} × --data-parallel-size {dp}",
             )
-        require(world_size % p == 0, f"--nproc-per-node {world_size} is not divisible by the model-parallel size {p}")
+        require(world_size % mp == 0, f"--nproc-per-node {world_size} is not divisible by the model-parallel size {mp}")
         samples = arguments.config.batch_schedule(world_size).final
     except ValueError as error:
         raise ValueError(f"--layout {flags!r}: {error}") from error

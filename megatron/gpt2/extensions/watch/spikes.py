@@ -81,15 +81,15 @@ class RewindOnSpike(Hook):
             newest = rename_newer_checkpoints(folder, self._last_clean, trainer.log.info)
         if has_earlier := max(gather_ints(newest, trainer.device)) >= 0:
             self._detector.rewinds += 1
-            skipped, left = trainer.rewind(folder), MAX_REWINDS - self._detector.rewinds
-            done = (
+            skipped, rewinds_left = trainer.rewind(folder), MAX_REWINDS - self._detector.rewinds
+            outcome = (
                 f": the run is back at iteration {trainer.progress.iteration} and skips {plural(skipped, 'sample')} "
-                f"(--rewind-on-spike; {plural(left, 'more rewind')}, then none)"
+                f"(--rewind-on-spike; {plural(rewinds_left, 'more rewind')}, then none)"
             )
         else:
             self._detector.rewinds = MAX_REWINDS
-            done = ", and there is no earlier checkpoint: the run continues, and further spikes are ignored"
-        line = f"WARNING: at iteration {spike}{done}"
+            outcome = ", and there is no earlier checkpoint: the run continues, and further spikes are ignored"
+        line = f"WARNING: at iteration {spike}{outcome}"
         trainer.log.info(line)
         trainer.incidents.note("spike", line)
         return has_earlier
