@@ -120,17 +120,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def open_from_args(args: argparse.Namespace, path: str) -> BaseCheckpoint:
-    """Open the source at `path`. The flags add what its files do not contain."""
-    return open_checkpoint(
-        path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=print_stderr
-    )
-
-
-def open_verified(args: argparse.Namespace, path: str) -> BaseCheckpoint:
-    """Open the source at `path`, and verify every byte if it has hashes."""
-    source = open_from_args(args, path)
-    if isinstance(source, NativeCheckpoint) and (problem := source.find_damage()):
+def open_source(args: argparse.Namespace, path: str, *, check_hashes: bool = True) -> BaseCheckpoint:
+    """Open the source at `path`. The flags add what its files do not contain. Every byte is verified if the files have
+    hashes, unless `check_hashes` is False."""
+    hints = Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration)
+    source = open_checkpoint(path, hints, log=print_stderr)
+    if isinstance(source, NativeCheckpoint) and check_hashes and (problem := source.find_damage()):
         raise ValueError(f"{problem}; use --iteration N for a different one")
     return source
 
@@ -140,10 +135,10 @@ def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
     opened: dict[str, BaseCheckpoint] = {}
     for path in (args.a, args.b):
         with contextlib.suppress(ValueError):  # raised again below, if the number of heads does not help
-            opened[path] = open_verified(args, path)
+            opened[path] = open_source(args, path)
     for source in opened.values():
         args.num_attention_heads = source.metadata["config"]["model"]["num_attention_heads"]
-    return [opened[path] if path in opened else open_verified(args, path) for path in (args.a, args.b)]
+    return [opened[path] if path in opened else open_source(args, path) for path in (args.a, args.b)]
 
 
 def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenizer | None:
@@ -226,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(args, "out"):
         require_new_folder(args.out)
     if args.command == "inspect":
-        found = describe(open_from_args(args, args.dir))
+        found = describe(open_source(args, args.dir, check_hashes=False))
         print(json.dumps(found, indent=1) if args.json else "\n".join(format_description(found)))
         return 0
     if args.command == "verify":
@@ -236,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(format_difference(difference)))
         print("equal" if difference.equal else "NOT EQUAL")
         return 0 if difference.equal else 1
-    source = open_verified(args, args.dir)
+    source = open_source(args, args.dir)
     to = args.to or (source.format if source.format in MEGATRON else "native")
     layout = layout_from_args(args)
     path = write_format(args, source, to, layout)
@@ -259,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Read every byte of the checkpoint and compare it with its hashes. Return 1 if the checkpoint is damaged."""
-    source = open_from_args(args, args.dir)
+    source = open_source(args, args.dir, check_hashes=False)
     tensors = plural(len(source.tensors), "tensor")
     if not isinstance(source, NativeCheckpoint):
         for name in source.tensors:

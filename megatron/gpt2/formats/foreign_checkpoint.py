@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 import reprlib
 import struct
@@ -334,11 +335,10 @@ def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 def spill_to_disk(folder: Path, parts: Iterable[Tensor], shape: Shape) -> Tensor:
     """Write `parts` to a file in `folder`, delete its name, and return its values as a memory-mapped tensor of `shape`.
     So only one part at a time must be in memory."""
-    path, numel = folder / "tensor", 0
+    path = folder / "tensor"
     with open(path, "wb") as stream:
         for x in parts:
             x.contiguous().view(-1).view(torch.uint8).numpy().tofile(stream)
-            numel, dtype = numel + x.numel(), x.dtype
-    mapped = torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
+    mapped = torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=x.dtype)
     path.unlink()
     return mapped.view(shape)

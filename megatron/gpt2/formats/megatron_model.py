@@ -286,10 +286,10 @@ def infer_model_config(
     for label, vocab_size in ((TRUE_VOCAB_SIZE, true_size), ("--vocab-size", flag_size)):
         fits = vocab_size is None or (type(vocab_size) is int and 0 < vocab_size <= padded)
         require(fits, f"{label} {short_repr(vocab_size)}: it holds {padded} rows, padding included")
-    fields: dict[str, Any] = {name: float(args[name]) for name in MODEL_FLOATS if type(args.get(name)) in (int, float)}
-    if type(args.get("norm_epsilon")) is float:  # Layer norms have this argument since 2023.
+    fields = {name: args[name] for name in MODEL_FLOATS if args.get(name) is not None}
+    if args.get("norm_epsilon"):  # Layer norms have this argument since 2023.
         fields["layernorm_epsilon"] = args["norm_epsilon"]
-    divisor = args.get("make_vocab_size_divisible_by")
+    divisor = args.get("make_vocab_size_divisible_by") or 128
     if true_size is None and flag_size is None:
         report_padding(padded, log)
         divisor = 1
@@ -302,7 +302,7 @@ def infer_model_config(
         ffn_hidden_size=None if ffn == 4 * hidden_size else ffn,
         max_position_embeddings=positions,
         vocab_size=true_size or flag_size or padded,
-        make_vocab_size_divisible_by=divisor if type(divisor) is int and divisor > 0 else 128,
+        make_vocab_size_divisible_by=divisor,
         gelu=hints.gelu or ("tanh" if tanh else "erf"),
         **fields,
     )

@@ -9,6 +9,7 @@ part of the vectors; padding is at the end. `param_shapes` of the model's file h
 files lack it, and have the order of the file's model.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -127,11 +128,9 @@ def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensor
 
 def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Tensor:
     """Return the tensor of `shape` from value `start` of the concatenated `vectors`."""
-    found, end = [], start + math.prod(shape)
-    for vector in vectors:
-        found.append(vector[max(start, 0) : max(end, 0)])
-        start, end = start - len(vector), end - len(vector)
-    return torch.cat(found).view(shape)
+    end, begins = start + math.prod(shape), itertools.accumulate(map(len, vectors), initial=0)
+    parts = [x[max(start - at, 0) : max(end - at, 0)] for x, at in zip(vectors, begins, strict=False)]
+    return torch.cat(parts).view(shape)
 
 
 def megatron_adam_metadata(

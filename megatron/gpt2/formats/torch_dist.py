@@ -155,20 +155,16 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
     )
 
 
-def _common_state(folder: DcpCheckpoint) -> dict[str, Any]:
+def _common_state(folder: DcpCheckpoint) -> Any:
     """Return everything but tensors: the file common.pt, or an object of the folder since Megatron Core 0.19."""
-    path = folder.path / COMMON
-    if path.is_file():
-        top = load_torch_file(path)
-    elif COMMON_OBJECT in folder.objects:
-        (top,) = folder.object(COMMON_OBJECT)
-    else:
-        raise ValueError(
-            f"{folder.path}: holds neither {COMMON}, as until Megatron Core 0.18, nor {COMMON_OBJECT}, as since 0.19: "
-            "the form of a later version is not supported"
-        )
-    require(isinstance(top, dict), f"{path}: holds no dictionary")
-    return top  # type: ignore[no-any-return]
+    if (folder.path / COMMON).is_file():
+        return load_torch_file(folder.path / COMMON)
+    require(
+        COMMON_OBJECT in folder.objects,
+        f"{folder.path}: holds neither {COMMON}, as until Megatron Core 0.18, nor {COMMON_OBJECT}, as since 0.19: the "
+        "form of a later version is not supported",
+    )
+    return folder.object(COMMON_OBJECT)[0]
 
 
 def _positive_arg(args: Entries, name: str) -> int | None:
