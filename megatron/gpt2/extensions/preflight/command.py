@@ -180,9 +180,7 @@ def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext |
     finished = ", which is finished: give a larger --train-iters" if context.is_finished else ""
     text = f"{plural(context.train_iters, 'iteration')} in {devices.PRECISIONS[context.dtype]}, {start}{finished}"
     fix = f"start every rank with the same command line, and {SAME_FILES}"
-    settings = settings_equal_on_all_ranks(context)
-    del settings["fingerprint of the training data"]  # The row "data" compares it.
-    return context, Finding(text, fix, must_match=settings)
+    return context, Finding(text, fix, must_match=settings_equal_on_all_ranks(context))
 
 
 def product_problem(device: torch.device, dtype: torch.dtype, multiply: Callable[..., Tensor] = torch.matmul) -> str:

@@ -2,8 +2,8 @@
 
 import asyncio
 import ipaddress
-import re
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 import h11
 import uvicorn
@@ -14,7 +14,6 @@ GRACE = 2  # When the server stops, open connections have this number of seconds
 CONNECTIONS = 512  # At most this number of connections is open.
 # time limit for the headers of a request, and for a client that does not read its answer
 IDLE_SECONDS = 10.0
-HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?")  # The form is [IPv6 address]:port or name:port.
 
 
 class ClientConnection(H11Protocol):
@@ -88,9 +87,8 @@ def is_allowed_host(header: str, allowed: Collection[str]) -> bool:
     A page of a different site can reach this server under its own name, if it changes the address of this name (DNS
     rebinding). It cannot do so under an address.
     """
-    found = HOST.fullmatch(header)
-    name = (found[1] or found[2] or "").lower().removesuffix(".") if found else ""
     try:
-        return bool(ipaddress.ip_address(name))
+        name = (urlsplit(f"//{header}").hostname or "").removesuffix(".")
+        return name in {"localhost", *map(str.lower, allowed)} or bool(ipaddress.ip_address(name))
     except ValueError:
-        return name == "localhost" or name in {one.lower() for one in allowed}
+        return False
