@@ -80,8 +80,7 @@ def weight_gradient_in_parts(dy: Tensor, x: Tensor) -> Tensor:
 
     For a CPU with AMX in bf16: oneDNN with AMX is slow if the left matrix of a product is transposed and long. 2 cores,
     2,048 tokens: one whole product runs at 1.3 TFLOP/s, 4 parts at 1.9, and a layer's other products at 2.5. One
-    thread, 3,072 x 768: 103 ms whole, 71 ms in parts. Without AMX the parts are slower:
-    559 ms whole, 603 ms in parts.
+    thread, 3,072 x 768: 103 ms whole, 71 ms in parts. Without AMX the parts are slower: 559 ms whole, 603 ms in parts.
     """
     tokens = max(MIN_TOKENS, -(-dy.size(0) // PARTS))
     total = dy[:tokens].t() @ x[:tokens]

@@ -22,11 +22,11 @@ a   From the second step on, the error that AdamW adds. AdamW divides a gradient
 
 The gradient norm is one sum over N parameters, so n = N. Clipping passes its error on to the moments.
 
-Parameters may differ by Σ 2 · rate · min(1, bound of the gradient / √v) more, where v is the
-bias-corrected second moment of the element in each step. For a matrix [m, n] that Muon updates, √v is r · √min(m, n)
-/ (c · g^k): r is the root mean square of the gradient, c the extra scale factor, and g^k the growth of the smallest
-singular values, which hold most of the noise, in k Newton-Schulz steps. The bias of a key has the true gradient 0, so
-it may differ by all updates together. Before the first step, parameters must be equal.
+Parameters may differ by Σ 2 · rate · min(1, bound of the gradient / √v) more, where v is the bias-corrected second
+moment of the element in each step. For a matrix [m, n] that Muon updates, √v is r · √min(m, n) / (c · g^k): r is the
+root mean square of the gradient, c the extra scale factor, and g^k the growth of the smallest singular values, which
+hold most of the noise, in k Newton-Schulz steps. The bias of a key has the true gradient 0, so it may differ by all
+updates together. Before the first step, parameters must be equal.
 
 In a skipped step the gradients have overflowed, possibly at different elements, so any difference is accepted.
 
