@@ -7,13 +7,11 @@ names in the whole model, which are those of Megatron's 2019 checkpoints.
 Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, tp tensor-parallel size.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,9 +144,11 @@ class TransformerBlock(nn.Module):
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
                 x = mpu.checkpoint(run, x, **self._checkpoint_options())
-            else:
-                with self._offload_context(start):
+            elif self.activation_offload is not None and start < self.config.cpu_offloading_num_layers:
+                with self.activation_offload.offload_layer(self.layers[start]):
                     x = run(x)
+            else:
+                x = run(x)
         if self.activation_offload is not None:
             self.activation_offload.forward_ends()
         return self.final_layernorm(x) if layer_range.stop == len(self.layers) else x
@@ -174,12 +174,6 @@ class TransformerBlock(nn.Module):
         if config.distribute_saved_activations and not config.sequence_parallel:
             options |= {"distribute_saved_activations": True, "group": config.group}
         return options if self.activation_offload is None else options | {"activation_offload": self.activation_offload}
-
-    def _offload_context(self, number: int) -> AbstractContextManager[None]:
-        """Return a context that offloads the activations of layer `number`, if offloading is enabled for it."""
-        if self.activation_offload is None or number >= self.config.cpu_offloading_num_layers:
-            return contextlib.nullcontext()
-        return self.activation_offload.offload_layer(self.layers[number])
 
 
 class TiedGradSink(Protocol):
