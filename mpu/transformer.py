@@ -379,9 +379,9 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         first = attention.dense.first_position(x)
 
         x, y = kernels.add_norm(x, None, None, self.input_layernorm)
-        sums_bias = packed_seq_params is None and not (self.training and attention.attention_dropout > 0)
-        qkv = attention.split_heads(attention.query_key_value(y, bias_gradient=not sums_bias))
-        bias = attention.query_key_value.bias if sums_bias else None
+        attention_sums_bias_grad = packed_seq_params is None and not (self.training and attention.attention_dropout > 0)
+        qkv = attention.split_heads(attention.query_key_value(y, bias_gradient=not attention_sums_bias_grad))
+        bias = attention.query_key_value.bias if attention_sums_bias_grad else None
         first_head = attention.dense.tp_rank * qkv.size(2)
         y = attention.compute_attention(qkv, packed_seq_params, dropout_seeds, first_head, bias)
         branch = attention.dense(y, skip_bias_add=True)

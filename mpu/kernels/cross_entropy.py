@@ -162,19 +162,19 @@ def softmax_by_rows(
     stats = torch.empty_like(local[0])
 
     def fill_exp(rows: slice) -> None:
-        for part, one, buffer, own in zip(logits, targets, buffers, local, strict=True):
-            own[:, rows] = one[rows].exp_and_stats(buffer[: rows.stop - rows.start].copy_(part[rows]))
+        for part, shard_targets, buffer, shard_stats in zip(logits, targets, buffers, local, strict=True):
+            shard_stats[:, rows] = shard_targets[rows].exp_and_stats(buffer[: rows.stop - rows.start].copy_(part[rows]))
 
     def to_gradient(rows: slice, token_weight: Tensor) -> None:
-        for part, one, buffer, own in zip(logits, targets, buffers, local, strict=True):
+        for part, shard_targets, buffer, shard_stats in zip(logits, targets, buffers, local, strict=True):
             x = buffer[: rows.stop - rows.start]
-            part[rows] = one[rows].d_logits(x, own[:, rows], stats[:, rows], token_weight[rows])
+            part[rows] = shard_targets[rows].d_logits(x, shard_stats[:, rows], stats[:, rows], token_weight[rows])
 
     for group in [[block] for block in blocks] if by_block else [blocks]:
         for block in group:
             fill_exp(block)
-        whole = slice(group[0].start, group[-1].stop)
-        stats[:, whole] = combine(local[:, :, whole])
+        group_rows = slice(group[0].start, group[-1].stop)
+        stats[:, group_rows] = combine(local[:, :, group_rows])
         if token_weight is not None:
             for block in group:
                 if len(group) > 1:

@@ -78,25 +78,27 @@ def _listed(numbers: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
     args = parse_args(argv)
-    p, layers, size = args.pipeline_model_parallel_size, args.num_layers, args.num_layers_per_virtual_pipeline_stage
-    v = num_model_chunks(layers, p, size) if size is not None and p > 0 else 1
-    schedule = build_schedule(args.pipeline_schedule, p, v, args.micro_batches)
+    pp, layers, size = args.pipeline_model_parallel_size, args.num_layers, args.num_layers_per_virtual_pipeline_stage
+    vpp = num_model_chunks(layers, pp, size) if size is not None and pp > 0 else 1
+    schedule = build_schedule(args.pipeline_schedule, pp, vpp, args.micro_batches)
     costs = uniform_costs(schedule, *args.times)
     if layers is not None:
         first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-        shares = [p * len(own) / layers for own in layers_of_virtual_stages(layers, p, v, first, last)]
+        shares = [
+            pp * len(stage_layers) / layers for stage_layers in layers_of_virtual_stages(layers, pp, vpp, first, last)
+        ]
         costs = [ActionCosts(*(time * share for time in args.times)) for share in shares]
     table = timetable(schedule, costs)
     m, has_chunks = schedule.num_microbatches, schedule.num_model_chunks > 1
     what = (
-        f"{schedule.name}: {plural(p, 'rank')}{f' of {schedule.num_model_chunks} chunks' * has_chunks}, "
+        f"{schedule.name}: {plural(pp, 'rank')}{f' of {schedule.num_model_chunks} chunks' * has_chunks}, "
         f"{m} micro-batch{'es' * (m > 1)}; F, B, W take {_listed(args.times)}"
     )
     work, bubble = m * sum(args.times), f"a bubble of {table.bubble:.1%}"
     print("\n".join([what, "", *render_text(schedule, table), ""]))
     print(f"step          {table.length:.4g}, of which each rank works {work:.4g} on the average: {bubble}")
-    kept = f"{_listed(max_in_flight(schedule, queued=0))} micro-batches{' of one chunk' * has_chunks}"
-    print(f"kept at most  {kept} between F and B, by rank")
+    in_flight = f"{_listed(max_in_flight(schedule, queued=0))} micro-batches{' of one chunk' * has_chunks}"
+    print(f"kept at most  {in_flight} between F and B, by rank")
     if schedule.splits_backward:
         print(f"              {_listed(max_in_flight(schedule))} with those whose W is to come")
     if args.svg:

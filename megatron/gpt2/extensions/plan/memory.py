@@ -187,9 +187,9 @@ class PointInStep(NamedTuple):
     order: int | None
 
 
-def held_bytes(held: MemoryByPart) -> int:
+def held_bytes(by_part: MemoryByPart) -> int:
     """Return the sum of all parts."""
-    return held["total"]
+    return by_part["total"]
 
 
 def with_batch_size(config: Config, global_batch_size: int) -> Config:
@@ -259,8 +259,8 @@ def trace_stage(inputs: MemoryInputs, stage: int, num_microbatches: int) -> Trac
 def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
     """Trace a step of the first rank of `stage`. Return the bytes that this rank holds at each moment. If the step has
     a moment several times, the result is the one with the most bytes."""
-    config, m, p = inputs.config, inputs.num_microbatches, inputs.stages
-    traced = m if m <= 3 * p or config.parallel.exact_layouts is not None else 2 * p + m % p
+    config, m, pp = inputs.config, inputs.num_microbatches, inputs.stages
+    traced = m if m <= 3 * pp or config.parallel.exact_layouts is not None else 2 * pp + m % pp
     trace = trace_stage(inputs, stage, traced)
     left_out = (m - traced) * config.train.micro_batch_size * config.data.seq_length * BATCH_BYTES_PER_TOKEN
     now = dict.fromkeys((*PARTS, "host"), 0) | {
@@ -271,7 +271,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
     now["host"] = most_on_host = trace.held["cpu"] if inputs.device == "cuda" else 0
     now["total"] = sum(now[part] for part in PARTS)
     moments, of_phase = dict[PointInStep, MemoryByPart](), defaultdict[str, list[MemoryByPart]](list)
-    kept, blocks, copies = _kept_blocks(trace), dict[int, tuple[str, int]](), 0
+    kept_blocks, blocks, copies = _kept_blocks(trace), dict[int, tuple[str, int]](), 0
 
     def allocate(part: str, size: int) -> None:
         now[part] += size
@@ -279,7 +279,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
 
     for event in trace.events:
         if isinstance(event, Allocation):
-            blocks[event.block] = _part(event, event.block in kept, inputs.device), event.size
+            blocks[event.block] = _part(event, event.block in kept_blocks, inputs.device), event.size
             allocate(*blocks[event.block])
         elif isinstance(event, Release) and event.block in blocks:
             part, size = blocks.pop(event.block)
@@ -292,11 +292,11 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
         elif isinstance(event, Mark):
             for place, row in of_phase.items():
                 near = min(EDGE_COUNT, (len(row) + 1) // 2)
-                for number, held in enumerate(row):
+                for number, by_part in enumerate(row):
                     last = number - len(row)
                     order = number if number < near else last if last >= -near else None
                     moment = PointInStep(event.phase, place, order)
-                    moments[moment] = max(moments.get(moment, held), held, key=held_bytes)
+                    moments[moment] = max(moments.get(moment, by_part), by_part, key=held_bytes)
             of_phase.clear()
             if event.phase == "allreduce" and event.ends:
                 allocate("communication", -copies)
@@ -305,8 +305,8 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
         if isinstance(event, Allocation) or (copies and isinstance(event, Communication)):
             of_phase[event.place].append(now.copy())
     saved = trace.weights + (0 if config.checkpoint.no_save_optim else trace.saved)
-    for held in moments.values():
-        held.update({"parameters": trace.parameters, "saved": saved, "host": most_on_host})
+    for by_part in moments.values():
+        by_part.update({"parameters": trace.parameters, "saved": saved, "host": most_on_host})
     return moments
 
 
@@ -347,11 +347,11 @@ def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEst
 
 def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[PointInStep, MemoryByPart]) -> MemoryEstimate:
     config = inputs.config
-    at, held = max(moments.items(), key=lambda item: held_bytes(item[1]))
-    of_loss = at.phase == "forward" and PART_OF_FILE.get(at.place.split(":")[0]) == "logits and loss"
-    moment = "the loss" if of_loss else PHASE_NAMES.get(at.phase, at.phase)
-    parts = {part: held[part] for part in PARTS} | {"fixed": inputs.fixed}
-    saved, on_host = held["saved"] if config.checkpoint.async_save else 0, held["host"]
+    point, by_part = max(moments.items(), key=lambda item: held_bytes(item[1]))
+    of_loss = point.phase == "forward" and PART_OF_FILE.get(point.place.split(":")[0]) == "logits and loss"
+    moment = "the loss" if of_loss else PHASE_NAMES.get(point.phase, point.phase)
+    parts = {part: by_part[part] for part in PARTS} | {"fixed": inputs.fixed}
+    saved, on_host = by_part["saved"] if config.checkpoint.async_save else 0, by_part["host"]
     if inputs.device == "cuda":
         on_host += saved
     else:
@@ -361,4 +361,4 @@ def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[PointInStep, Mem
         needs_compiler = config.train.recompute_granularity == "full" or config.train.compile
         parts["fixed"] += LIBRARY_BYTES + (COMPILER_BYTES if needs_compiler else 0)
     name = moment + (f" of stage {stage}" if inputs.stages > 1 else "")
-    return MemoryEstimate(name, parts, on_host, held["parameters"])
+    return MemoryEstimate(name, parts, on_host, by_part["parameters"])
