@@ -64,11 +64,9 @@ PRESETS["quickstart"] = {
     "optimizer.lr_warmup_fraction": 0.03,
     "optimizer.weight_decay": 0.1,
     "optimizer.adam_beta2": 0.95,
-    "train.micro_batch_size": 4,
     "train.train_iters": 1400,
     "train.eval_interval": 350,
     "train.eval_iters": 200,
-    "train.log_interval": 100,
 }
 
 DEFAULT_TRAIN_ITERS = 1_000_000  # A run with its own shape has this number of iterations, as in 2019.

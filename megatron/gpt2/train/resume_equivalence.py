@@ -62,19 +62,14 @@ ROUNDING_KEYS = (
     "computed_by.threads",
 )
 _DEFAULTS = Config().as_dict()
-DISPLAY_NAMES = {
+DISPLAY_NAMES = {  # The other keys are shown as flags.
     "data_fingerprint": "the training data or --split",
-    "global_batch_size": "--global-batch-size",
     "batch_growth": "how the batch grows:",
-    "layout.tensor_model_parallel_size": "tensor-parallel size",
-    "layout.pipeline_model_parallel_size": "pipeline-parallel size",
     "layout.data_parallel_size": "data-parallel size",
     "layout.optimizer_is_sharded": "a sharded optimizer",
-    "precision": "--precision",
     "computed_by.torch": "torch",
     "computed_by.kernels": "kernels of",
     "computed_by.threads": "threads",
-    "train_iters": "--train-iters",
 }
 
 
