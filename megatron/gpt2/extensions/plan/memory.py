@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.gpt2.config import Config
-from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Release, Trace, trace_step
+from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Operation, Release, Trace, trace_step
 
 # A chunk of at most this number of layers is traced as it is, which takes as long as the traces of few layers.
 MAX_TRACED_LAYERS = 16
@@ -40,8 +40,9 @@ PARTS = (
     "heap",
     "fixed",
 )
+BUCKETS = "megatron/gpt2/optimizer/param_and_grad_buffer.py"
 PART_OF_FILE = {
-    "megatron/gpt2/optimizer/param_and_grad_buffer.py": "gradients",
+    BUCKETS: "gradients",
     "megatron/gpt2/optimizer/bucket_reducer.py": "communication",
     "megatron/gpt2/extensions/exact/reducer.py": "gradients",
     "mpu/cross_entropy.py": "logits and loss",
@@ -170,7 +171,8 @@ def in_mb(size: float) -> str:
 
 
 # The memory of a rank at one time: bytes by part, and numbers that are not in the sum: "host", "saved" (of a
-# checkpoint), "parameters", and "total", the sum of the parts.
+# checkpoint), "parameters", "untouched" (of the gradients), "total" (the sum of the parts without "untouched"), and
+# "allocated", the largest sum of the step with "untouched".
 MemoryByPart = dict[str, int]
 
 
@@ -188,7 +190,7 @@ class PointInStep(NamedTuple):
 
 
 def held_bytes(by_part: MemoryByPart) -> int:
-    """Return the sum of all parts."""
+    """Return the sum of all parts, without untouched bytes."""
     return by_part["total"]
 
 
@@ -240,7 +242,9 @@ def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryBy
         if key.order is not None
         and key in fewest
         and key in fewer
-        and all(abs(held[part] - 2 * fewer[key][part] + fewest[key][part]) < LINEAR_WITHIN for part in PARTS)
+        and all(
+            abs(held[part] - 2 * fewer[key][part] + fewest[key][part]) < LINEAR_WITHIN for part in (*PARTS, "total")
+        )
     }
 
 
@@ -263,7 +267,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
     traced = m if m <= 3 * pp or config.parallel.exact_layouts is not None else 2 * pp + m % pp
     trace = trace_stage(inputs, stage, traced)
     left_out = (m - traced) * config.train.micro_batch_size * config.data.seq_length * BATCH_BYTES_PER_TOKEN
-    now = dict.fromkeys((*PARTS, "host"), 0) | {
+    now = dict.fromkeys((*PARTS, "host", "untouched"), 0) | {
         "weights": trace.weights,
         "optimizer": trace.held[inputs.device] - trace.weights,
         "temporary": left_out,
@@ -271,20 +275,31 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
     now["host"] = most_on_host = trace.held["cpu"] if inputs.device == "cuda" else 0
     now["total"] = sum(now[part] for part in PARTS)
     moments, of_phase = dict[PointInStep, MemoryByPart](), defaultdict[str, list[MemoryByPart]](list)
-    kept_blocks, blocks, copies = _kept_blocks(trace), dict[int, tuple[str, int]](), 0
+    kept_blocks, blocks = _kept_blocks(trace), dict[int, tuple[str, int]]()
+    copies, most_allocated, is_cpu = 0, 0, inputs.device == "cpu"
 
     def allocate(part: str, size: int) -> None:
         now[part] += size
         now["total"] += size if part in PARTS else 0
 
+    def leave_untouched(size: int) -> None:
+        """Leave `size` bytes of a bucket out of the total: on a CPU the system provides a page when it is written."""
+        now["untouched"] += size
+        now["total"] -= size
+
     for event in trace.events:
+        fills = is_cpu and isinstance(event, Operation) and _fills_bucket(event)
         if isinstance(event, Allocation):
             blocks[event.block] = _part(event, event.block in kept_blocks, inputs.device), event.size
             allocate(*blocks[event.block])
+            if is_cpu and event.place.startswith(BUCKETS):
+                leave_untouched(event.size)
+        elif isinstance(event, Operation) and fills:
+            leave_untouched(-min(event.written, now["untouched"]))
         elif isinstance(event, Release) and event.block in blocks:
             part, size = blocks.pop(event.block)
             allocate(part, -size)
-        elif isinstance(event, Communication) and inputs.device == "cpu" and _is_scattered(event):
+        elif isinstance(event, Communication) and is_cpu and _is_scattered(event):
             # gloo reduces a copy of the bucket, and frees the copy when the result is received.
             more = event.size - (copies if config.parallel.shard_gradients else 0)
             copies += more
@@ -298,15 +313,22 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
                     moment = PointInStep(event.phase, place, order)
                     moments[moment] = max(moments.get(moment, by_part), by_part, key=held_bytes)
             of_phase.clear()
+            if event.phase == "backward" and event.ends:
+                leave_untouched(-now["untouched"])
             if event.phase == "allreduce" and event.ends:
                 allocate("communication", -copies)
                 copies = 0
         most_on_host = max(most_on_host, now["host"])
-        if isinstance(event, Allocation) or (copies and isinstance(event, Communication)):
+        most_allocated = max(most_allocated, now["total"] + now["untouched"])
+        is_sent = isinstance(event, Communication) and copies
+        if isinstance(event, Allocation | Communication | Operation) and (
+            isinstance(event, Allocation) or fills or is_sent
+        ):
             of_phase[event.place].append(now.copy())
     saved = trace.weights + (0 if config.checkpoint.no_save_optim else trace.saved)
+    of_step = {"parameters": trace.parameters, "saved": saved, "host": most_on_host, "allocated": most_allocated}
     for by_part in moments.values():
-        by_part.update({"parameters": trace.parameters, "saved": saved, "host": most_on_host})
+        by_part.update(of_step)
     return moments
 
 
@@ -330,6 +352,10 @@ def _part(event: Allocation, is_kept: bool, device: str) -> str:
     return PART_OF_FILE.get(event.place.split(":")[0]) or ("activations" if is_kept else "temporary")
 
 
+def _fills_bucket(event: Operation) -> bool:
+    return event.name in ("copy_", "zero_") and event.place.startswith("megatron/gpt2/optimizer/bucket_reducer.py")
+
+
 def _is_scattered(event: Communication) -> bool:
     return "reduce_scatter" in event.name and event.place.startswith("megatron/gpt2/optimizer/")
 
@@ -351,6 +377,7 @@ def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[PointInStep, Mem
     of_loss = point.phase == "forward" and PART_OF_FILE.get(point.place.split(":")[0]) == "logits and loss"
     moment = "the loss" if of_loss else PHASE_NAMES.get(point.phase, point.phase)
     parts = {part: by_part[part] for part in PARTS} | {"fixed": inputs.fixed}
+    parts["gradients"] -= by_part["untouched"]
     saved, on_host = by_part["saved"] if config.checkpoint.async_save else 0, by_part["host"]
     if inputs.device == "cuda":
         on_host += saved

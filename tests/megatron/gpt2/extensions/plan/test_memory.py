@@ -66,9 +66,10 @@ def estimate_and_peak(rank: int, world_size: int, folder: str, flags: str) -> tu
     state = [trainer.state.buffer.params, *(t for moment in trainer.state.optimizer.moments.values() for t in moment)]
     state += trainer.state.buffer.masters if trainer.context.dtype != torch.float32 else []
     inputs = MemoryInputs(trainer.config, world_size, "cpu", trainer.context.dtype, 0)
-    memory = estimate_memory(inputs, inputs.stage_of(rank))
+    # The estimate of a process counts a bucket when it is written, but this one when it is allocated.
+    allocated = next(iter(stage_memory(inputs, inputs.stage_of(rank)).values()))["allocated"]
     finish(trainer)
-    return memory.allocated, counter.peak + sum(t.nbytes for t in state)
+    return allocated, counter.peak + sum(t.nbytes for t in state)
 
 
 @pytest.fixture(scope="module")
