@@ -234,8 +234,8 @@ def train(folder: Path, words: str) -> None:
     write_text(folder.parent, 1000)
 
     def marked(method: Callable[..., object]) -> Callable[..., object]:
-        def save_and_mark(owner: object, iteration: int, *args: object) -> object:
-            result = method(owner, iteration, *args)
+        def save_and_mark(owner: object, iteration: int, *args: object, **kwargs: object) -> object:
+            result = method(owner, iteration, *args, **kwargs)
             append_line(folder / MARK, f"{iteration}")
             return result
 
