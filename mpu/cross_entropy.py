@@ -161,10 +161,11 @@ LOGITS_AT_ONCE = 4 * 10**9  # bytes on a GPU
 def chunk_size_for(tokens: int, row_bytes: int = 0) -> int:
     """Return how many tokens have logits at the same time.
 
-    On a CPU 1/16 of all tokens, so that from 8,192 tokens on the logits take at most 1/16 of the memory that the logits
-    of all tokens would take. At least 512, because smaller matrix products are slow. On a GPU, whose logits of a token
-    have `row_bytes`, as many as fit into 4 GB, in equal parts: each chunk passes once over the weight and over the sum
-    of its gradient. 32,768 tokens of GPT-2 in bf16 have 3.3 GB.
+    row_bytes: bytes of the logits of one token on a GPU; 0 on a CPU.
+
+    A CPU takes 1/16 of the tokens, which saves memory, but at least 512, because smaller matrix products are slow. A
+    GPU takes as many tokens as fit into 4 GB, in chunks of equal size: each chunk reads the weight, and adds to its
+    gradient, once. The logits of 32,768 tokens of GPT-2 in bf16 take 3.3 GB.
     """
     if not row_bytes:
         return max(512, tokens // 16)

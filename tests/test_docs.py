@@ -60,9 +60,9 @@ SHORTENED = [
     (
         r"^bash scripts/pretrain_gpt2.sh$",
         f"{QUICKSTART} --train-iters 2 --save checkpoints/gpt2_quickstart",
-        "700 iterations of the quickstart's model; a model of another shape has another default folder",
+        "240 iterations of the quickstart's model; a model of another shape has another default folder",
     ),
-    (rf"{NEW_RUN}(?!.*--train-iters)", f"{QUICKSTART} --train-iters 2", "700 iterations of the quickstart's model"),
+    (rf"{NEW_RUN}(?!.*--train-iters)", f"{QUICKSTART} --train-iters 2", "240 iterations of the quickstart's model"),
     (
         r"--nproc-per-node 2 --pipeline-model-parallel-size 2 .*--train-iters 10$",
         f"{QUICKSTART} --num-layers 2",
@@ -73,7 +73,7 @@ SHORTENED = [
         QUICKSTART,
         "the quickstart's model takes seconds an iteration beside other tests",
     ),
-    (r"--load checkpoints/\w+ .*--train-iters 2000$", "--train-iters 4", "goes on far beyond the quickstart's length"),
+    (r"--load checkpoints/\w+ .*--train-iters 400$", "--train-iters 4", "goes on far beyond the quickstart's length"),
     (r"--save checkpoints/shakespeare_char$", STEPS, "2,000 iterations"),
     (r"--finetune --load checkpoints/gpt2_native ", STEPS, "200 iterations"),
     (r"--save checkpoints/pasted ", "--train-iters 10", "100 iterations, once more by its config.json"),

@@ -51,7 +51,7 @@ class ExactSelfAttention(ParallelSelfAttention):
 
 
 class ExactMLP(ParallelMLP):
-    """gelu(xAᵀ + a)Bᵀ + b, computed for f/V columns of A at a time."""
+    """gelu(xAᵀ + a)Bᵀ + b, computed for f/V rows of A and columns of B at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.dense_h_to_4h(x)  # V/p of [s, b, f/V]
