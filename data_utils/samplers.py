@@ -72,7 +72,7 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
         array([1, 2, 0, 4, 3])
 
     indices: int64 [k], in range(size).
-    key: uint64 [k], or [1] for all.
+    key: uint64 [k], one for each index, or [1], one for all indices.
 
     Return int64 [k]. A Feistel network permutes the next power of two; a result outside range(size) is permuted again
     until it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes

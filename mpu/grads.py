@@ -32,7 +32,7 @@ def all_reduce_sequence_parallel_grads(parameters: Iterable[Tensor], group: Proc
     place, with one all-reduce in float32.
 
     Call it once per step, after the last backward and before clipping, on every rank of the group with the same
-    parameters. If no parameter is marked, nothing is sent.
+    parameters. If `mark_sequence_parallel` has marked no parameter, nothing is sent.
     """
     all_reduce_coalesced([p.grad for p in parameters if is_sequence_parallel(p) and p.grad is not None], group)
 

@@ -3,8 +3,9 @@
 Python's unpickler calls any function that a file names. A subclass with a restricted `find_class` is still unsafe: it
 allocates the sizes that a file claims, spends years on hashing nested keys, and crashes at a deeply nested tuple. The
 reader here builds only dictionaries, lists, tuples, strings, numbers, and `PickledObject` for the classes that its
-caller allows. It imports and calls nothing, and refuses every other name. The size of the file and a budget of
-instructions limit what it builds. It supports the instructions of protocols 2 to 5 that dictionaries of data need.
+caller allows. It imports and calls nothing, and refuses every other name. The size of the file and a maximum number of
+instructions limit what the reader builds. It supports the instructions of protocols 2 to 5 that dictionaries of data
+need.
 """
 
 import re

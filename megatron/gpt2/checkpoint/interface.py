@@ -128,8 +128,8 @@ class BaseCheckpoint:
                 out[relative_slice(shared, target).slices()] = load()[relative_slice(shared, saved).slices()]
 
     def saved_slices(self, name: str, target: TensorSlice) -> Iterable[tuple[TensorSlice, Callable[[], Tensor]]]:
-        """Return the saved slices of `name` that may overlap `target`, which they cover, each with a function that
-        returns its values."""
+        """Return pairs of a saved slice of `name` and a function that returns its values. Together the slices cover
+        `target`. Slices that do not overlap it may be among them."""
         raise NotImplementedError
 
 

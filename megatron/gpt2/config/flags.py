@@ -65,9 +65,9 @@ ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, flo
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the training program. Its result has only the given flags, as "section.field". It leaves
-    flags of Megatron that have no field unparsed; `arguments.py` reads them, and reports errors of both kinds of flags
-    together."""
+    """Build the parser of the training program. Its result has only the given flags, as "section.field". It does
+    not parse flags of Megatron without a field: `arguments.py` reads these, and reports the errors of all flags at
+    once."""
     parser = Parser(
         prog="pretrain_gpt2",
         argument_default=argparse.SUPPRESS,

@@ -325,7 +325,7 @@ class NodeAgent(LocalElasticAgent):
         )
 
     def _poll_ranks(self, group: WorkerGroup) -> RunResult:
-        """Return the state of the ranks. If one has failed, this first ends all other ranks."""
+        """Return torch's result for the ranks: running, failed or finished. If one has failed, first end all others."""
         processes = self._processes()
         failed = next((process for process in processes if process.exitcode), None)
         if failed is not None and self._failed is None:
@@ -338,7 +338,7 @@ class NodeAgent(LocalElasticAgent):
         return super()._monitor_workers(group)
 
     def _monitor_workers(self, group: WorkerGroup) -> RunResult:
-        """Return the state of the ranks. If they have failed, decide whether to restart them."""
+        """Return torch's result for the ranks. If they have failed, decide whether to restart them."""
         result = self._poll_ranks(group)
         if result.is_failed() and self._failed is not None:
             ended = zip(group.workers, self._processes(), strict=True)

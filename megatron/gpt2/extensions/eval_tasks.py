@@ -53,7 +53,7 @@ class EvalTasks(Hook):
     def on_evaluate(self, trainer: Trainer) -> None:
         """Score the files and log a line for each."""
         model, iteration = trainer.state.model, trainer.progress.iteration
-        # The scorer does not call the model's forward, whose hooks would wait.
+        # Wait for the weights here, because only a hook of the model's `forward` waits for them.
         trainer.state.param_gather.finish_param_sync()
         for name, task in self._tasks.items():
             metrics = evaluate_task(

@@ -218,9 +218,9 @@ def plausibility_warning(task: EvaluationTask, metrics: Metrics, vocab_size: int
     """Return a warning if the tokenizer may be wrong or the model may be untrained, otherwise None. Most texts of
     HELLASWAG are wrong on purpose, so it has none.
 
-    A trained model is better than two simple models. The first predicts each target from the counts of the targets
-    before it, and all v counts begin at 1: this costs ln[(n + v - 1)! / (v - 1)!] - Σ ln(count!) nats for n targets.
-    The second gives all v ids the same probability.
+    Two baselines need no training, and a trained model must be better than both. The first predicts each target from
+    the counts of the targets before it, and all v counts begin at 1: this costs ln[(n + v - 1)! / (v - 1)!] - Σ
+    ln(count!) nats for n targets. The second gives all v ids the same probability.
     """
     n, counts = len(task.targets), np.bincount(task.targets).tolist()
     counting = math.lgamma(n + vocab_size) - math.lgamma(vocab_size) - sum(math.lgamma(count + 1) for count in counts)

@@ -288,7 +288,8 @@ class GPT2Model(nn.Module):
             nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
         self._cross_entropy = submodules.linear_cross_entropy
-        self.tied_grad_sink: TiedGradSink | None = None  # If it is None, autograd adds the gradients.
+        # Without it, autograd adds the gradients of head and embedding.
+        self.tied_grad_sink: TiedGradSink | None = None
         self.is_compiled = False
 
     def forward(

@@ -263,10 +263,10 @@ def choose_bucket_size(requested: int, data_parallel_size: int) -> int:
 class ParamAllGather:
     """Gathers the parameters that other ranks' optimizers have updated, while the next forward runs.
 
-    `start_param_sync` starts an all-gather for each bucket, from the end of the buffer. This is the order of forward
-    inside each of the buffer's four groups of parameters. The model waits for the parameters outside its layers before
-    it starts, and for the buckets of a layer before the layer. Other code must call `finish_param_sync` before it reads
-    parameters. Without a sharded optimizer the object does nothing.
+    `start_param_sync` starts an all-gather for each bucket, from the end of the buffer, because the buffer has the
+    order of backward, and forward needs the parameters in the opposite order. The model waits for the parameters
+    outside its layers before it starts, and for the buckets of a layer before the layer. Other code must call
+    `finish_param_sync` before it reads parameters. Without a sharded optimizer the object does nothing.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:

@@ -81,7 +81,7 @@ def sample_text(trainer: Trainer, count: int = 1) -> str:
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
     samples = [GenerationRequest([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]
-    # Generation does not call the model's forward, whose hooks would wait.
+    # Wait for the weights here, because only a hook of the model's `forward` waits for them.
     trainer.state.param_gather.finish_param_sync()
     generate(trainer.state.model, tokenizer, samples)
     texts = [f"[{prompt}]{tokenizer.decode(one.ids)}" for prompt, one in zip(prompts, samples, strict=True)]

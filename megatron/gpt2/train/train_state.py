@@ -163,7 +163,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
 def build_reducer(
     config: ParallelConfig, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
 ) -> BucketReducer:
-    """Return the reducer that the flags choose."""
+    """Return the reducer that the flags choose, and connect it to the model's tied weight (`tied_grad_sink`)."""
     has_both_parts = model.has_embeddings and model.has_head
     reducer_class = ShardedGradReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = reducer_class(

@@ -84,7 +84,7 @@ class Job(NamedTuple):
     """An event of a trace with its time.
 
     queue: "compute", a kind of communication, or "" for a wait.
-    number: the number of the call.
+    number: `Call.number`, which connects a wait with the call that it waits for.
     group: the group of its communicator.
     busy: seconds in which a collective occupies the processor that computes.
     """

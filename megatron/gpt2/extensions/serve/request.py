@@ -117,7 +117,7 @@ def parse_body(kind: type[B], body: bytes) -> B:
     """Parse a body. Raises ApiError, which names the invalid field."""
     try:
         given = json.loads(body.decode("utf-8"))
-        if isinstance(given, dict):  # Some clients send null for each default.
+        if isinstance(given, dict):  # Some clients send null for fields that they do not set.
             given = {name: value for name, value in given.items() if value is not None}
         return kind.model_validate(given)
     except ValidationError as error:

@@ -141,7 +141,7 @@ def read_at(path: Path, offset: int, text_key: str) -> Document:
 
 @dataclass(frozen=True)
 class WebtextStage:
-    """A stage, whose `work(run)` processes one shard with the flags `run.args`.
+    """One stage of the preparation of web text. `work(run)` processes one shard with the flags `run.args`.
 
     A manifest records the flags in `recorded`, which affect the output, and the versions of `libraries`. It does not
     record other flags, such as paths and numbers of threads.
