@@ -50,16 +50,16 @@ _ALIGNMENT = 64  # Every tensor in the host buffer starts at a multiple of this 
 class PendingSave:
     """State that the writing thread and the training thread share during a save.
 
-    local_write: done when this rank's files are written.
-    committed: the result of `Saver.write`.
+    files_written: done when this rank's files are written.
+    written: the result of `Saver.write`. Only on rank 0 this means that the checkpoint is committed.
     deadline: the `time.monotonic()` at which rank 0 stops waiting for other ranks.
-    problem: the error of the first rank that could not write its files, else "".
+    remote_error: the error of the first rank that could not write its files, else "".
     """
 
-    local_write: Future[None] = field(default_factory=Future)
-    committed: Future[Path] = field(default_factory=Future)
+    files_written: Future[None] = field(default_factory=Future)
+    written: Future[Path] = field(default_factory=Future)
     deadline: float = math.inf
-    problem: str = ""
+    remote_error: str = ""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class Saver:
     gather: a collective that returns the texts of all ranks, and allows for both times.
     check_owner: raises OSError if this run must not commit.
     saved_iteration: the last iteration that all ranks report as committed.
-    problem: the last error on this rank.
+    last_error: the last error on this rank.
     """
 
     folder: Path
@@ -90,7 +90,7 @@ class Saver:
     gather: Gather = gather_alone
     check_owner: Callable[[], object] = lambda: None
     saved_iteration: int | None = None
-    problem: str = ""
+    last_error: str = ""
     _host_buffer: Tensor | None = None  # --async-save uses this buffer.
     _saves: int = 0
     _pending: PendingSave | None = None
@@ -124,7 +124,7 @@ class Saver:
         self._pending = pending = PendingSave()
         write = functools.partial(self.write, iteration, files, metadata, pending=pending, into=into)
         # The thread is a daemon, so storage that does not answer does not keep the process from ending.
-        threading.Thread(target=run_future, args=(pending.committed, write), name="saver", daemon=True).start()
+        threading.Thread(target=run_future, args=(pending.written, write), name="saver", daemon=True).start()
         return None if self.asynchronous else self.finish()
 
     def write(
@@ -138,7 +138,7 @@ class Saver:
         """Write this rank's `files`. Rank 0 then waits for the files of all ranks and commits. The other arguments are
         those of `save`. Only the result of rank 0 shows whether the save succeeded.
 
-        Raises OSError, in one line, if this rank cannot write, and on rank 0 if `pending` has the problem of another
+        Raises OSError, in one line, if this rank cannot write, and on rank 0 if `pending` has the error of another
         rank. Raises TimeoutError, an OSError, on rank 0 if files of a rank are missing at the deadline.
         """
         directory, keep_last = (into, 1) if into else (self.folder, self.keep_last)
@@ -151,7 +151,7 @@ class Saver:
                 for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:
                     shutil.rmtree(stale, ignore_errors=True)
             write_rank_files(folder, iteration, files, self.rank)
-            pending.local_write.set_result(None)
+            pending.files_written.set_result(None)
             if self.rank == 0:
                 self._wait_for_tables(folder, pending)
                 try:
@@ -161,12 +161,12 @@ class Saver:
                     raise
                 remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:
-            if not pending.local_write.done():
-                pending.local_write.set_exception(error)
+            if not pending.files_written.done():
+                pending.files_written.set_exception(error)
             if self.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
-                self.problem = str(error)
+                self.last_error = str(error)
                 self.log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
             raise
         self.log(f"saved {final}")
@@ -177,8 +177,8 @@ class Saver:
         began = time.monotonic()
         # One listing serves all ranks. With thousands of ranks, a query for each file would load the file system.
         while missing := tables.keys() - set(os.listdir((folder / table_path(0)).parent)):
-            if pending.problem:
-                raise OSError(pending.problem)
+            if pending.remote_error:
+                raise OSError(pending.remote_error)
             if time.monotonic() > pending.deadline:
                 raise TimeoutError(
                     f"{folder}: no files from {format_ranks([tables[name] for name in missing], {})} within "
@@ -192,16 +192,16 @@ class Saver:
         Raises StopRun on every rank if the storage of one takes longer than `storage_timeout_s`."""
         if (pending := self._pending) is None:
             return None
-        errors = self._gather_errors(pending.local_write, pending)
-        pending.problem = next(
+        errors = self._gather_errors(pending.files_written, pending)
+        pending.remote_error = next(
             (f"rank {rank} could not write its files: {text}" for rank, text in enumerate(errors) if text), ""
         )
         pending.deadline = time.monotonic() + self.timeout_s
-        failed = any(self._gather_errors(pending.committed, pending))
+        failed = any(self._gather_errors(pending.written, pending))
         self._pending = None
-        if isinstance(pending.committed.exception(), OSError):
+        if isinstance(pending.written.exception(), OSError):
             return None
-        path = pending.committed.result()
+        path = pending.written.result()
         if failed:
             return None
         if path.parent == self.folder:  # The checkpoint is not in best/.
@@ -215,12 +215,12 @@ class Saver:
         texts = self.gather((str(error) or repr(error)) if isinstance(error, OSError) else "")
         if _TOO_SLOW in texts:
             self._pending = None
-            pending.problem = (
+            pending.remote_error = (
                 f"the storage of --save {self.folder} took longer than {self.storage_timeout_s:g} s "
                 f"(--save-timeout-minutes) for the files of rank {texts.index(_TOO_SLOW)}: earlier checkpoints are "
                 "untouched"
             )
-            raise StopRun(pending.problem)
+            raise StopRun(pending.remote_error)
         return texts
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class Saver:
         arrive within GRACE_SECONDS. No collective is called, because other ranks may be dead."""
         if self._pending is not None:
             self._pending.deadline = time.monotonic() + GRACE_SECONDS
-            wait([self._pending.committed], self.storage_timeout_s)
+            wait([self._pending.written], self.storage_timeout_s)
 
 
 def _sizes(files: ShardedFiles) -> list[int]:

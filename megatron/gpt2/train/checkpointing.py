@@ -102,9 +102,9 @@ class CheckpointManager:
         return self._saver.saved_iteration
 
     @property
-    def problem(self) -> str:
+    def last_error(self) -> str:
         """The last error of a save on this rank, or ""."""
-        return self._saver.problem
+        return self._saver.last_error
 
     def save(self) -> Path | None:
         """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank.

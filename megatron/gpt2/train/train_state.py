@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -76,55 +77,13 @@ class Progress:
 
 def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log) -> TrainState:
     """Build the model with random weights, and its optimizer. Every rank must call this function."""
-    config, device = context.config, context.device
-    numerics = context.hooks.call_first(Hook.numerics, device)
-    model_config, train_config, parallel_config = config.model, config.train, config.parallel
-    seed_random_streams(train_config.seed, parallel, device)
-    draws_by_counter = train_config.dropout_rng == "counter"
-    lines = [
-        choose_attention(
-            train_config.attention_backend,
-            device,
-            context.dtype,
-            b=train_config.micro_batch_size,
-            s=config.data.seq_length,
-            n=model_config.num_attention_heads // parallel.tensor_model_parallel_size,
-            d=model_config.hidden_size // model_config.num_attention_heads,
-            dropout_p=model_config.attention_dropout,
-        )
-    ]
-    if draws_by_counter and model_config.attention_dropout > 0 and not kernels.has_seeded_attention(device.type):
-        lines.append(
-            "attention dropout: the kernel draws its own masks, which change with the layout; with "
-            "--attention-dropout 0 layouts are comparable"
-        )
-    if device.type == "cuda" and config.data.reset_attention_mask and model_config.attention_dropout > 0:
-        lines.append(
-            "WARNING: --attention-dropout with --reset-attention-mask: torch has no kernel for both, so each document "
-            "in each layer has its own launches, thousands in a micro-batch; with --attention-dropout 0 a layer has one"
-        )
-    for line in filter(None, [*lines, *ignored_flags(config, device.type)]):
+    config, parallel_config = context.config, context.config.parallel
+    numerics = context.hooks.call_first(Hook.numerics, context.device)
+    seed_random_streams(config.train.seed, parallel, context.device)
+    for line in [*attention_lines(context, parallel), *ignored_flags(config, context.device.type)]:
         log(line)
-    stage, stages = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
-    model = GPT2Model(
-        model_config,
-        build_block_config(
-            model_config,
-            recompute_granularity=train_config.recompute_granularity,
-            recompute_num_layers=train_config.recompute_num_layers,
-            distribute_saved_activations=parallel_config.partition_activations,
-            checkpoint_in_cpu=parallel_config.checkpoint_in_cpu,
-            cpu_offloading_num_layers=parallel_config.cpu_offloading_num_layers,
-            sequence_parallel=parallel_config.sequence_parallel,
-            device=device,
-        ),
-        seed=train_config.seed,
-        layer_ranges=config.layers_of_virtual_stages()[stage::stages],
-        dropout_seed=train_config.seed if draws_by_counter else None,
-        submodules=numerics.submodules if numerics else mpu.DEFAULT_SUBMODULES,
-    )
-    if train_config.compile:
-        model.compile_layers(by_document=config.data.reset_attention_mask)
+    model = build_model(context, parallel, numerics.submodules if numerics else mpu.DEFAULT_SUBMODULES)
+    # Other ranks add to the gradient of the tied weight, or a hook fixes the order in which its parts are added.
     is_shared = parallel.embedding_group is not None or numerics is not None
     buffer = ParamAndGradBuffer(
         model,
@@ -142,22 +101,89 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     make_reducer = numerics.build_reducer if numerics else functools.partial(build_reducer, parallel_config)
     reducer = make_reducer(buffer, model, parallel)
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
-    batch = context.global_batch_size
+    squared_norm = numerics.squared_norm if numerics else mpu.all_reduced_squared_norm
+    optimizer = build_optimizer(context, model, buffer, param_gather, squared_norm)
+    return TrainState(model=model, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer)
+
+
+def attention_lines(context: RunContext, parallel: mpu.ParallelState) -> list[str]:
+    """Choose the kernels of attention. Return lines about the choice, and about dropout that it makes slow or dependent
+    on the layout."""
+    config, device = context.config, context.device
+    model, train = config.model, config.train
+    choice = choose_attention(
+        train.attention_backend,
+        device,
+        context.dtype,
+        b=train.micro_batch_size,
+        s=config.data.seq_length,
+        n=model.num_attention_heads // parallel.tensor_model_parallel_size,
+        d=model.hidden_size // model.num_attention_heads,
+        dropout_p=model.attention_dropout,
+    )
+    lines = [choice] if choice else []
+    if model.attention_dropout == 0:
+        return lines
+    if train.dropout_rng == "counter" and not kernels.has_seeded_attention(device.type):
+        lines.append(
+            "attention dropout: the kernel draws its own masks, which change with the layout; with "
+            "--attention-dropout 0 layouts are comparable"
+        )
+    if device.type == "cuda" and config.data.reset_attention_mask:
+        lines.append(
+            "WARNING: --attention-dropout with --reset-attention-mask: torch has no kernel for both, so each document "
+            "in each layer has its own launches, thousands in a micro-batch; with --attention-dropout 0 a layer has one"
+        )
+    return lines
+
+
+def build_model(context: RunContext, parallel: mpu.ParallelState, submodules: mpu.ModelSubmodules) -> GPT2Model:
+    config, train = context.config, context.config.train
+    stage, stages = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
+    model = GPT2Model(
+        config.model,
+        build_block_config(
+            config.model,
+            recompute_granularity=train.recompute_granularity,
+            recompute_num_layers=train.recompute_num_layers,
+            distribute_saved_activations=config.parallel.partition_activations,
+            checkpoint_in_cpu=config.parallel.checkpoint_in_cpu,
+            cpu_offloading_num_layers=config.parallel.cpu_offloading_num_layers,
+            sequence_parallel=config.parallel.sequence_parallel,
+            device=context.device,
+        ),
+        seed=train.seed,
+        layer_ranges=config.layers_of_virtual_stages()[stage::stages],
+        dropout_seed=train.seed if train.dropout_rng == "counter" else None,
+        submodules=submodules,
+    )
+    if train.compile:
+        model.compile_layers(by_document=config.data.reset_attention_mask)
+    return model
+
+
+def build_optimizer(
+    context: RunContext,
+    model: GPT2Model,
+    buffer: ParamAndGradBuffer,
+    param_gather: ParamAllGather,
+    squared_norm: Callable[..., Tensor],
+) -> MixedPrecisionOptimizer:
+    config, batch = context.config, context.global_batch_size
     steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
     # A batch can round differently than its matrices would, and the layout decides which matrices are in a batch.
-    in_batches = device.type == "cuda" and parallel_config.exact_layouts is None
+    in_batches = context.device.type == "cuda" and config.parallel.exact_layouts is None
     batch_elements = GPU_BATCH_ELEMENTS if in_batches else 0
     muon = functools.partial(MuonOptimizer, model, batch_elements=batch_elements, timeout=context.timeout)
     optimizer_class = muon if buffer.matrices else MixedPrecisionOptimizer
-    optimizer = optimizer_class(
+    return optimizer_class(
         buffer,
         param_gather,
         config.optimizer,
-        LossScaler(config.optimizer, context.dtype, device),
+        LossScaler(config.optimizer, context.dtype, context.device),
         torch.from_numpy(learning_rates(config.optimizer, context.decay_iters, batch, steps_so_far)),
-        numerics.squared_norm if numerics else mpu.all_reduced_squared_norm,
+        squared_norm,
     )
-    return TrainState(model=model, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer)
 
 
 def build_reducer(

@@ -116,7 +116,7 @@ def write_nothing(
     saver: Saver, iteration: int, files: Any, metadata: Any, pending: PendingSave, into: Any = None
 ) -> Path:
     """Write nothing. This replaces `Saver.write`, which calls no collective and waits for the files of other ranks."""
-    pending.local_write.set_result(None)
+    pending.files_written.set_result(None)
     return Path(into or saver.folder) / f"iter_{iteration:07d}"
 
 

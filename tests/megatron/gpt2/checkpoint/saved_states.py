@@ -67,7 +67,7 @@ def write(
     """Call `Saver.write` without a thread, by default as the only rank."""
     saver = Saver(folder=folder, **{"start_id": "a", "log": print, **more})
     return saver.write(
-        iteration, files, metadata or {}, PendingSave(deadline=time.monotonic() + timeout_s, problem=problem)
+        iteration, files, metadata or {}, PendingSave(deadline=time.monotonic() + timeout_s, remote_error=problem)
     )
 
 
