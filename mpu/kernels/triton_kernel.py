@@ -30,7 +30,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 P = ParamSpec("P")
 R = TypeVar("R", bound="Tensor | tuple[Tensor, ...] | None")
@@ -127,9 +126,16 @@ class TritonKernel(Generic[P, R]):
 
     def _results(self, function: Callable[..., Any], example: Sequence[Any], device: torch.device) -> list[Tensor]:
         """Return what a function returns and writes if it is called with a copy of `example` on `device`."""
-        args = tree_map(lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, example)
-        results = tree_leaves((function(*args), [args[index] for index in self.written]))
-        return [x for x in results if isinstance(x, Tensor) and x.numel()]
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, list):
+                return [copied(x) for x in value]
+            return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+        args = [copied(value) for value in example]
+        results = [function(*args), *(args[index] for index in self.written)]
+        flat = [x for result in results for x in (result if isinstance(result, tuple | list) else [result])]
+        return [x for x in flat if isinstance(x, Tensor) and x.numel()]
 
 
 def example_tensor(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -32,7 +32,7 @@ from megatron.gpt2.config.compat import (
     read_deepspeed_config,
 )
 from megatron.gpt2.config.flags import build_parser, with_dashes
-from megatron.gpt2.config.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS, read_config
+from megatron.gpt2.config.presets import ADAM_QUICKSTART, DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS, read_config
 from megatron.gpt2.config.sections import (
     SECTIONS,
     CheckpointConfig,
@@ -190,6 +190,9 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     own_shape = any(key in command_line for key in SHAPE_KEYS)
     preset = named or (None if own_shape or config_file else "quickstart")
     base = PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}
+    needs_adam = command_line.get("optimizer.optimizer") == "adam" or command_line.get("parallel.cpu_offload_optimizer")
+    if preset == "quickstart" and needs_adam:
+        base = base | ADAM_QUICKSTART
     values = _override_preset(read_config(config_file) if config_file else base, command_line)
     from_preset = {key for key in values if (named or config_file) and key in CHECKPOINT_KEYS}
     command_line = _implied_tokenizer(command_line) | command_line

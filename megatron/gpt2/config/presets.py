@@ -71,6 +71,8 @@ PRESETS["quickstart"] = {
     "train.eval_iters": 25,
     "train.log_interval": 20,
 }
+# The quickstart's values for AdamW
+ADAM_QUICKSTART: dict[str, Any] = {"optimizer.optimizer": "adam", "optimizer.lr": 8e-4, "optimizer.min_lr": 4e-5}
 
 DEFAULT_TRAIN_ITERS = 1_000_000  # A run with its own shape has this number of iterations, as in 2019.
 

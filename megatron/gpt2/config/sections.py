@@ -688,7 +688,7 @@ class Config:
         )
         require(
             self.optimizer.optimizer == "adam" or not parallel.cpu_offload_optimizer,
-            "--optimizer muon and --cpu-offload-optimizer: only AdamW runs in host memory; leave one out",
+            "--optimizer muon and --cpu-offload-optimizer: only AdamW runs in host memory; give --optimizer adam",
         )
         if parallel.exact_layouts is not None:
             self._check_exact_layouts(parallel.exact_layouts)

@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.ranks import RankInfo
@@ -314,7 +313,8 @@ class Recorder(TorchDispatchMode):
         if requested is not None:
             kwargs["device"] = META
         if not all(map(_is_meta, tensors)):
-            args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
+            args = _map_tensors(_to_meta, args)
+            kwargs = {key: _map_tensors(_to_meta, value) for key, value in kwargs.items()}
         written = [x for at, key in writes for x in _tensors(args[at] if at < len(args) else kwargs.get(key))]
         if name in ("set_", "resize_"):
             out = self._run(func, args, kwargs)
@@ -359,11 +359,10 @@ class Recorder(TorchDispatchMode):
 
     def _infer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return new tensors like the outputs, which torch computes once for equal arguments."""
-        values = (_layout(x) if isinstance(x, Tensor) else x for x in tree_leaves((args, kwargs)))
-        key = func, *kwargs, *values
+        key = func, _map_tensors(_layout, args), _map_tensors(_layout, tuple(kwargs.items()))
         if key not in self._outputs:
             self._outputs[key] = self._run(func, args, kwargs)
-        return tree_map_only(Tensor, _empty, self._outputs[key])
+        return _map_tensors(_empty, self._outputs[key])
 
     def report(self, call: Call | Wait) -> None:
         """Record a call or a wait of the process groups."""
@@ -376,6 +375,13 @@ def _is_meta(x: Tensor) -> bool:
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype
+
+
+def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply `function` to each tensor in nested lists, which become tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return tuple(_map_tensors(function, item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _empty(x: Tensor) -> Tensor:

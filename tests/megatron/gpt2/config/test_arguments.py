@@ -47,6 +47,10 @@ def test_without_flags_the_quickstart_runs():
     assert arguments.preset == "quickstart" and not arguments.given and not arguments.notes
     assert (arguments.config.model.num_layers, arguments.config.train.train_iters) == (4, QUICKSTART_ITERS)
     assert arguments.config.checkpoint.save == "checkpoints/gpt2_quickstart"
+    assert arguments.config.optimizer.optimizer == "muon"
+    for flags in ("--optimizer adam", "--cpu-offload-optimizer"):
+        optimizer = read(flags).config.optimizer
+        assert (optimizer.optimizer, optimizer.lr) == ("adam", 8e-4)
 
 
 def test_345m_is_the_published_example():
@@ -439,7 +443,7 @@ def test_past_batch_sizes_may_be_too_small_for_more_ranks():
 
 
 def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path):
-    first = parse(RAMP)
+    first = parse(["--micro-batch-size", "4", *RAMP])
     assert first.config.train.rampup_batch_size == (4, 4, 9)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"version": 1, "global_batch_size": 8, "config": first.config.as_dict()}))
