@@ -67,9 +67,13 @@ class FakeStream:
 
     def wait_stream(self, stream: FakeStream) -> None:
         """Make later operations of this stream wait for all operations of `stream` so far."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self) -> FakeEvent:
+        """Return an event with the operations of this stream until now."""
         event = FakeEvent()
-        event.record(stream)
-        self.wait_event(event)
+        event.record(self)
+        return event
 
 
 class FakeEvent:
