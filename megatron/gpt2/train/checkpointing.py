@@ -1,5 +1,6 @@
 """Saving the state of a run, and continuing a run from a checkpoint."""
 
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -194,16 +195,17 @@ class CheckpointManager:
 
 
 def lease_save_folder(context: RunContext, rank: int) -> Lease | None:
-    """On rank 0, take the lease of the --save folder and return it; on other ranks return None. If another run uses the
-    folder, or the folder cannot be used, rank 0 raises its error, and the other ranks raise FolderInUse."""
-    lease, error = None, None
+    """On rank 0, take the lease of the --save folder and return it; on other ranks return None. Raises FolderInUse on
+    every rank if another run uses the folder, and ValueError if the folder cannot be used."""
+    lease, kind, problem = None, "", ""
     if rank == 0:
         try:
             lease = Lease(context.save_directory)
-        except (ValueError, OSError) as caught:
-            error = caught
-    if problem := gather_strings("" if error is None else str(error))[0]:
-        raise error or FolderInUse(problem)
+        except (ValueError, OSError) as error:
+            kind, problem = type(error).__name__, str(error)
+    kind, problem = json.loads(gather_strings(json.dumps([kind, problem]))[0])
+    if problem:
+        raise (FolderInUse if kind == FolderInUse.__name__ else ValueError)(problem)
     return lease
 
 
