@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.gpt2.extensions.plan import process_group
+from megatron.gpt2.extensions.plan.process_group import tensors_in
 
 BACKEND = "recorded"  # the name of the backend in torch.distributed
 # A result of at most this number of elements is the same on all ranks. Bytes are always kept, because torch sends
@@ -108,12 +109,6 @@ def _name_in_program(file: str) -> str:
     if is_library or file.startswith((of_torch, "<")) or file in (__file__, process_group.__file__):
         return ""
     return min(file, os.path.relpath(file), key=len)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, list | tuple):
-        return [x for part in value for x in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _spans(tensors: Sequence[Tensor], writes: bool) -> list[MemoryRange]:
@@ -227,9 +222,9 @@ class CallRecorder(TorchDispatchMode):
 
     def call(self, name: str, group: RecordedGroup, arguments: tuple[Any, ...]) -> RecordedWork:
         """Record a call of a method of `group`, and fill its results."""
-        ranks, rank, first = group.ranks, group.rank(), _tensors(arguments[0])
+        ranks, rank, first = group.ranks, group.rank(), tensors_in(arguments[0])
         has_two = len(arguments) > 1 and isinstance(arguments[1], list | Tensor)
-        written, read = first, _tensors(arguments[1]) if has_two else first
+        written, read = first, tensors_in(arguments[1]) if has_two else first
         compared, options = [*read, *(written if has_two else [])], list[str]()
         members, key = ranks, tuple[Any, ...]()
         for option in arguments:
@@ -283,7 +278,7 @@ class CallRecorder(TorchDispatchMode):
         if self.pending:
             for number, name, writes in _accesses(func):
                 value = args[number] if number < len(args) else kwargs.get(name)
-                self._check(_spans(_tensors(value), writes), func.__name__)
+                self._check(_spans(tensors_in(value), writes), func.__name__)
         return func(*args, **kwargs)
 
     def _check(self, spans: Sequence[MemoryRange], name: str) -> None:

@@ -43,6 +43,13 @@ class Wait(NamedTuple):
     number: int
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists and tuples."""
+    if isinstance(value, list | tuple):
+        return [x for part in value for x in tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
 Report = Callable[[Call | Wait], None]
 Start = Callable[[str, Any, tuple[Any, ...]], Any]
 # These are the methods of a process group, and their names in torch.distributed. torch 2.13 renamed some of them.

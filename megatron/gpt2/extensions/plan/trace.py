@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.extensions.plan.process_group import Call, Wait, fake_groups
+from megatron.gpt2.extensions.plan.process_group import Call, Wait, fake_groups, tensors_in
 from megatron.gpt2.hooks import Hooks, load_hooks
 from megatron.gpt2.train import train_state
 from megatron.gpt2.train.data import TrainingData
@@ -133,7 +133,7 @@ def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 def _elementwise(*args: Any, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
     """Return a tensor whose dimensions have the same order in memory as the first argument of this shape."""
-    given = _tensors(args)
+    given = tensors_in(args)
     shape = tuple(np.broadcast_shapes(*(x.shape for x in given)))
     like = next((x for x in given if x.shape == shape), None)
     order = list(range(len(shape)))
@@ -221,12 +221,6 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, list | tuple):
-        return [x for part in value for x in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []
-
-
 @functools.cache
 def _schema(func: Any) -> tuple[str, bool, list[tuple[int, str]], int]:
     """Return the name of an operator, whether its result is a view, the positions and names of the arguments that it
@@ -294,7 +288,7 @@ class Recorder(TorchDispatchMode):
         if is_view:
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = tensors_in((*args, *kwargs.values()))
         requested = kwargs.get("device")
         if tensors and not any(map(_is_meta, tensors)) and (requested is None or requested.type != self.device):
             return func(*args, **kwargs)  # A real tensor, such as a generator's state or a lookup table, is not traced.
@@ -315,7 +309,7 @@ class Recorder(TorchDispatchMode):
         if not all(map(_is_meta, tensors)):
             args = _map_tensors(_to_meta, args)
             kwargs = {key: _map_tensors(_to_meta, value) for key, value in kwargs.items()}
-        written = [x for at, key in writes for x in _tensors(args[at] if at < len(args) else kwargs.get(key))]
+        written = [x for at, key in writes for x in tensors_in(args[at] if at < len(args) else kwargs.get(key))]
         if name in ("set_", "resize_"):
             out = self._run(func, args, kwargs)
         elif written:
@@ -330,24 +324,24 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor], out: Any, device: str) -> None:
         """Record an operator, with the tensors that it gets, writes to, and returns."""
-        for x in () if written else _tensors(out):
+        for x in () if written else tensors_in(out):
             self.add(x, device)
         if name not in NO_KERNEL:
             shapes = tuple(tuple(x.shape) for x in given)
-            read, wrote = (sum(x.nbytes for x in tensors) for tensors in (given, written or _tensors(out)))
+            read, wrote = (sum(x.nbytes for x in tensors) for tensors in (given, written or tensors_in(out)))
             self.events.append(Operation(name, shapes, read, wrote, place(), self.times))
 
     def call_kernel(self, kernel: TritonKernel, *args: Any) -> Any:
         """Record a kernel for GPUs as one operator, without those of the function that returns its shapes. A call of
         the custom operator would load torch's compiler."""
-        given = _tensors(args)
+        given = tensors_in(args)
         if not given[0].is_cuda:
             return kernel.reference(*args)
         self._in_kernel = True
         with torch.no_grad():
             out = kernel.fake(*args)
         self._in_kernel = False
-        self._record(kernel.name, given, _tensors([args[index] for index in kernel.written]), out, self.device)
+        self._record(kernel.name, given, tensors_in([args[index] for index in kernel.written]), out, self.device)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
