@@ -15,7 +15,6 @@ from torch import Tensor
 import mpu
 from data_utils import BatchLoader, DamagedData, Splits, Tokenizer
 from megatron.gpt2.dist.gathering import gather_ints
-from megatron.gpt2.hooks import Hook
 from megatron.gpt2.train.setup import RunContext
 
 
@@ -94,7 +93,7 @@ class TrainingData:
             data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples,
             prefetch=config.data.num_workers,
-            contiguous=self._context.hooks.call_first(Hook.numerics, self._context.device) is not None,
+            contiguous=self._context.numerics is not None,
             collate_fn=lambda token_ids, numbers: (
                 self.to_host_tensor(token_ids),
                 self.to_host_tensor(numbers + skipped),

@@ -39,7 +39,7 @@ from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
-from megatron.gpt2.hooks import Hook, Hooks, load_hooks
+from megatron.gpt2.hooks import Hook, Hooks, Numerics, load_hooks
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
 from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.resume_equivalence import compute_environment
@@ -93,6 +93,11 @@ class RunContext:
         incident_log = self.rank_info.incidents or IncidentLog(self.save_directory, rank_file_name(self.rank_info.rank))
         incident_log.iteration = self.resume_metadata.get("iteration", 0)
         return incident_log
+
+    @cached_property
+    def numerics(self) -> Numerics | None:
+        """The parts of the run that an extension replaces, see `Hook.numerics`."""
+        return self.hooks.call_first(Hook.numerics, self.device)
 
     @property
     def global_batch_size(self) -> int:

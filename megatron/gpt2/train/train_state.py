@@ -14,7 +14,6 @@ import mpu
 from data_utils.command_line import Log
 from megatron.gpt2.config import ParallelConfig, ignored_flags
 from megatron.gpt2.device import choose_attention
-from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, build_block_config
 from megatron.gpt2.optimizer.bucket_reducer import (
     BucketReducer,
@@ -77,8 +76,7 @@ class Progress:
 
 def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log) -> TrainState:
     """Build the model with random weights, and its optimizer. Every rank must call this function."""
-    config, parallel_config = context.config, context.config.parallel
-    numerics = context.hooks.call_first(Hook.numerics, context.device)
+    config, parallel_config, numerics = context.config, context.config.parallel, context.numerics
     seed_random_streams(config.train.seed, parallel, context.device)
     for line in [*attention_lines(context, parallel), *ignored_flags(config, context.device.type)]:
         log(line)
