@@ -204,12 +204,12 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def _other_flags(args: Sequence[str], known: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return {name: value} of the flags of other programs in `args`, and errors about the remaining ones.
+    """Return {name: value} of the flags of other programs in `args`, and errors about the remaining ones. The value is
+    None, the word that follows the flag, or a list of several.
 
     known: all flags, by their spelling in lower case. An error about an unknown flag names the known flag that is
         nearly the same.
-
-    The value is None, the word that follows the flag, or a list of several."""
+    """
     groups: list[tuple[str, list[str]]] = [("", [])]
     for arg in args:
         if arg.startswith("-") and arg[1:2] not in ("", ".", *string.digits):

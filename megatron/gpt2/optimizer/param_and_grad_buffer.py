@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class ParamGroupKey(NamedTuple):
-    """The treatment that all parameters of a `OwnedRange` have in common."""
+    """The treatment that all parameters of an `OwnedRange` have in common."""
 
     is_tensor_parallel: bool
     is_sequence_parallel: bool  # The gradient of each tensor-parallel rank is a partial sum.
