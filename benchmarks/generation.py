@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
         ours, theirs = ours.to(PRECISION_DTYPES[precision]), theirs.to(PRECISION_DTYPES[precision])
         for batch in (8, 1):
             stored = copy.deepcopy(ours)
-            store_for_inference(stored, single_row=batch == 1)
+            store_for_inference(stored)
             row = compare(stored, theirs, batch, length, new, args.rounds)
             result["speed"].append({"precision": precision, **row})
             speeds = "{ours:10.1f}{transformers:14.1f}".format(**row["tokens_per_second"])

@@ -107,16 +107,12 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     return F.linear(x, weight, bias)
 
 
-def weight_for_inference(weight: Tensor, *, single_row: bool) -> Tensor:
-    """Return the weight [o, i] in the order that `linear_without_gradient` reads fastest. The values stay the same.
-
-    single_row: most products have one row, as in the generation of a single text. In float32 the bandwidth of memory
-        limits such a product, and a weight that is stored by column is read fastest.
-    """
+def weight_for_inference(weight: Tensor) -> Tensor:
+    """Return the weight [o, i] in the order that `linear_without_gradient` reads fastest. The values stay the same."""
     is_float32 = weight.dtype == torch.float32
     if not weight.is_cpu or not (is_float32 or weight.dtype == torch.bfloat16):
         return weight
-    if cpu_features.HAS_PACKED_WEIGHTS and (not single_row if is_float32 else cpu_features.HAS_BF16_PRODUCTS):
+    if cpu_features.HAS_PACKED_WEIGHTS and (is_float32 or cpu_features.HAS_BF16_PRODUCTS):
         return pack_weight(weight)
     return weight.t().contiguous().t() if is_float32 else weight
 

@@ -166,8 +166,7 @@ def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     """Load the model and continue the prompts that the flags name. The first rank writes, and the other ranks follow
     it."""
     args = parse_args(argv, log)
-    many = bool(args.num_samples or args.sample_input_file)
-    loaded = open_model_from_flags(args, rank_info, log, single_row=not many)
+    loaded = open_model_from_flags(args, rank_info, log)
     generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, group=new_command_group(), log=log)
     if not generator.is_driver:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first rank also gets Ctrl-C, and handles it.

@@ -75,15 +75,11 @@ class ModelParser(Parser):
         return args, training
 
 
-def open_model_from_flags(
-    args: argparse.Namespace, rank_info: RankInfo, log: Log, *, single_row: bool = False
-) -> LoadedModel:
+def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Log) -> LoadedModel:
     """Make the process group and the groups of mpu, and load the model that the flags of `ModelParser` name.
 
     Every rank must call this function. Raises the errors of `load_for_inference`, and ValueError for an invalid device
     or layout.
-
-    single_row: see `mpu.weight_for_inference`.
     """
     world_size, stages = rank_info.world_size, args.pipeline_model_parallel_size
     size = args.tensor_model_parallel_size or world_size // stages or 1
@@ -103,7 +99,7 @@ def open_model_from_flags(
     backend, _ = choose_backend(args.distributed_backend, device)
     initialize_distributed(rank_info, backend, device, ParallelConfig().distributed_timeout_minutes)
     mpu.initialize_model_parallel(size, stages)
-    return load_for_inference(args.load, device, dtype, log=log, single_row=single_row)
+    return load_for_inference(args.load, device, dtype, log=log)
 
 
 def check_output(args: argparse.Namespace) -> None:

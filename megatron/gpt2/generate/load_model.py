@@ -34,7 +34,6 @@ def load_for_inference(
     dtype: torch.dtype,
     *,
     log: Log,
-    single_row: bool = True,
 ) -> LoadedModel:
     """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group.
 
@@ -43,7 +42,6 @@ def load_for_inference(
     heads.
 
     log: receives a line for each damaged checkpoint that is skipped.
-    single_row: see `mpu.weight_for_inference`.
     """
     require_native_format(directory, with_tokenizer=True)
     checkpoint = find_checkpoint(directory, log=log)
@@ -80,19 +78,19 @@ def load_for_inference(
         tp_size=ranks,
     )
     model = model.to(dtype).eval()
-    store_for_inference(model, single_row=single_row)
+    store_for_inference(model)
     return LoadedModel(model, tokenizer, checkpoint, device, dtype)
 
 
-def store_for_inference(model: GPT2Model, *, single_row: bool = True) -> None:
+def store_for_inference(model: GPT2Model) -> None:
     """Store the matrices of `model` in the order that its products read fastest, in place; see
     `mpu.weight_for_inference`. They are no longer parameters: the model cannot be trained."""
     for module in model.modules():
         if isinstance(module, ParallelLinear):
-            weight = mpu.weight_for_inference(module.weight.data, single_row=single_row)
+            weight = mpu.weight_for_inference(module.weight.data)
             del module.weight
             module.register_buffer("weight", weight, persistent=False)
     if model.has_head:
-        model.head_weight = mpu.weight_for_inference(model.word_embeddings.weight.data, single_row=single_row)
+        model.head_weight = mpu.weight_for_inference(model.word_embeddings.weight.data)
         if not model.head_weight.is_mkldnn:
             model.word_embeddings.weight.data = model.head_weight  # one copy in memory
