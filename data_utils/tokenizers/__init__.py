@@ -1,10 +1,11 @@
 """Build a tokenizer by its kind, or load the tokenizer of a checkpoint.
 
 base  the base class; tokenizers of bytes, of characters as in nanoGPT's small examples, and SentencePiece
-gpt2  byte-level BPE, run by tiktoken, HF tokenizers or gigatoken
+gpt2  byte-level BPE, run by tiktoken or gigatoken
 """
 
 import reprlib
+from importlib.util import find_spec
 from pathlib import Path
 
 from data_utils.files import read_file, read_json_object, user_cache_dir, wrap_errors
@@ -19,7 +20,7 @@ from data_utils.tokenizers.base import (
     Tokenizer,
     read_characters,
 )
-from data_utils.tokenizers.gpt2 import BUILTIN_FILE, bpe_engine, builtin_tokenizer, gpt2_tokenizer
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer
 
 KINDS = ("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin", "characters")
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("gpt2-vocab.json", "gpt2-merges.txt"), ("vocab.json", "merges.txt"))
@@ -100,8 +101,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def default_tokenizer_kind() -> str:
-    """Return "builtin" if a BPE library is installed, otherwise "bytes", which needs only numpy."""
-    return "builtin" if bpe_engine() else "bytes"
+    """Return "builtin" if tiktoken is installed, otherwise "bytes", which needs only numpy."""
+    return "builtin" if find_spec("tiktoken") else "bytes"
 
 
 def find_gpt2_files(vocab_file: str | None, merge_file: str | None, cache_dir: str | None) -> tuple[Path, Path]:

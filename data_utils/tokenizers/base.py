@@ -59,10 +59,7 @@ class Tokenizer(ABC):
     byte_lengths: int64 [vocab_size], the lengths of `token_bytes`.
     fingerprint: a sha256 of everything that decides the ids.
     files: names and contents of the files to save.
-    engine: the library that runs the tokenizer, if there is a choice.
     """
-
-    engine = ""
 
     def __init__(
         self, kind: str, token_bytes: Sequence[bytes], eod: int, fingerprint: str, files: Mapping[str, bytes]

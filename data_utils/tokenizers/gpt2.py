@@ -1,9 +1,9 @@
 """GPT-2's byte-level BPE: with GPT-2's own vocabulary, a vocabulary in the same format, or the shipped one.
 
-tiktoken runs the BPE, or HF tokenizers if tiktoken is missing. If gigatoken is installed, it encodes most texts, ten
-times faster. All engines return the same ids. They merge by rank: a token's rank is its position in the order of
-training, after the 256 single bytes. Ids are looked up from ranks, because a vocabulary file may give tokens any id
-(special tokens often come first). The engines get no special tokens, so that no text can inject one.
+tiktoken runs the BPE. If gigatoken is installed, it encodes most texts, ten times faster, to the same ids. Both
+libraries merge by rank: a token's rank is its position in the order of training, after the 256 single bytes. Ids are
+looked up from ranks, because a vocabulary file may give tokens any id (special tokens often come first). The libraries
+get no special tokens, so that no text can inject one.
 """
 
 import base64
@@ -14,8 +14,7 @@ import re
 import reprlib
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,34 +55,6 @@ def bytes_to_unicode() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = itertools.count(256)
     return [chr(value if value in printable else next(others)) for value in range(256)]
-
-
-def bpe_engine() -> str | None:
-    """Return the library for byte-level BPE: tiktoken, or tokenizers, which has a third of the speed, or None."""
-    return next((name for name in ("tiktoken", "tokenizers") if find_spec(name)), None)
-
-
-def _tiktoken(ranked: Sequence[bytes]) -> Callable[[str], list[int]]:
-    import tiktoken
-
-    ranks = {token: rank for rank, token in enumerate(ranked)}
-    return tiktoken.Encoding("", pat_str=PATTERN, special_tokens={}, mergeable_ranks=ranks).encode_ordinary
-
-
-def _hf_tokenizers(ranked: Sequence[bytes]) -> Callable[[str], list[int]]:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    alphabet = bytes_to_unicode()
-
-    def written(token: bytes) -> str:
-        return "".join(alphabet[value] for value in token)
-
-    ranks = {token: rank for rank, token in enumerate(ranked)}
-    vocabulary = {written(token): rank for token, rank in ranks.items()}
-    merges = [(written(pair[0]), written(pair[1])) for token in ranked if (pair := find_merge(token, ranks))]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return lambda text: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def find_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
@@ -136,18 +107,20 @@ class BytePairTokenizer(Tokenizer):
     ids: their ids, below `vocab_size`.
     files: names and contents of the files to save.
 
-    Raises ValueError if no library for BPE is installed.
+    Raises ValueError if tiktoken is not installed.
     """
 
     def __init__(
         self, kind: str, ranked: Sequence[bytes], ids: Sequence[int], vocab_size: int, eod: int, files: dict[str, bytes]
     ) -> None:
-        engine = bpe_engine()
-        if engine is None:
-            raise missing_package(f"--tokenizer-type {kind}, unlike bytes,", "tiktoken")
-        self.engine = engine
+        try:
+            import tiktoken
+        except ImportError:
+            raise missing_package(f"--tokenizer-type {kind}, unlike bytes,", "tiktoken") from None
         self._ranked = ranked
-        self._ranks_of = (_tiktoken if engine == "tiktoken" else _hf_tokenizers)(ranked)
+        ranks = {token: rank for rank, token in enumerate(ranked)}
+        encoding = tiktoken.Encoding("", pat_str=PATTERN, special_tokens={}, mergeable_ranks=ranks)
+        self._ranks_of = encoding.encode_ordinary
         self._ids = None if list(ids) == list(range(len(ranked))) else np.asarray(ids, dtype=np.int32)
         fingerprint = fingerprint_of("byte-level BPE", PATTERN, json.dumps([list(ids), eod]), *ranked)
         bytes_of = dict(zip(ids, ranked, strict=True))

@@ -353,7 +353,7 @@ def _build_tokenizer(
     else:
         kind, model_file = data.tokenizer_type or default_tokenizer_kind(), data.tokenizer_model
         if kind == "bytes" and data.tokenizer_type is None:
-            log("tokenizer: bytes, since neither tiktoken nor tokenizers is installed (pip install tiktoken)")
+            log("tokenizer: bytes, because tiktoken is not installed (pip install tiktoken)")
         if kind == "SentencePieceTokenizer":
             model_file = model_file or f"{options.save}/sentencepiece.model"
             ensure_sentencepiece_model(

@@ -185,7 +185,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
-            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids{f', by {tokenizer.engine}' * bool(tokenizer.engine)}; "
+            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids; "
             f"padded vocab (size: {tokenizer.vocab_size}) with {padded - tokenizer.vocab_size} dummy tokens (new size: "
             f"{padded})",
         ),
