@@ -70,26 +70,21 @@ def test_exit_codes_and_errors() -> None:
 
 
 def test_how_to_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A checkout has files for bash; an installed package only has the command gpt2."""
+    """A checkout has files for bash, and its folder can be installed. An installed package only has the command
+    gpt2."""
+
+    def install(extra: str) -> str:
+        return str(missing_package("the server", "starlette", extra))
+
+    said = "the server needs the package starlette: python -m pip install "
     monkeypatch.chdir(ROOT / "docs")
+    assert install("serve") == said + "-c ../constraints.txt -e '..[serve]'"
     assert how_to_call("checkpoint") == "bash ../scripts/python.sh ../tools/checkpoint.py"
     assert how_to_call("pretrain_gpt2") == "bash ../scripts/pretrain_gpt2.sh"
     monkeypatch.setattr(command_line, "ROOT", tmp_path)
     for name, target in PROGRAMS.items():
-        place = target.partition(":")[0].split(".")
-        if place[0] == "commands":
-            assert how_to_call(place[1]) == f"gpt2 {name}"
-    assert how_to_call("run_text_generation_server") == "gpt2 serve"
+        folder, _, module = target.partition(":")[0].partition(".")
+        if folder == "commands":
+            assert how_to_call(module) == f"gpt2 {name}"
     assert how_to_call("pretrain_gpt2_distributed") == "gpt2 pretrain --nproc-per-node 2"
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Only a checkout can be installed by its folder."""
-    monkeypatch.chdir(ROOT / "docs")
-    said = "the server needs the package starlette: python -m pip install "
-    assert str(missing_package("the server", "starlette", "serve")) == said + "-c ../constraints.txt -e '..[serve]'"
-    monkeypatch.setattr(command_line, "ROOT", tmp_path)
-    assert str(missing_package("the server", "starlette", "serve")) == said + "'gpt2-model-parallel[serve]'"
-    assert str(missing_package("the server", "starlette")) == said + "starlette"
+    assert install("serve") == said + "'gpt2-model-parallel[serve]'" and install("") == said + "starlette"

@@ -32,13 +32,6 @@ def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
     return list(read_documents(path, text_key, said.append)), said
 
 
-def test_zstd_with_several_frames_and_a_text_key(tmp_path: Path) -> None:
-    content = lines(3, "body").encode()
-    skipped = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
-    path = write(tmp_path / "a.jsonl.zst", skipped + zstd(content[:20]) + zstd(content[20:]))
-    assert read(path, "body")[0] == TEXTS
-
-
 def test_default_key_is_the_field_that_is_read(tmp_path: Path) -> None:
     for name, content in (
         ("a.jsonl", "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)),
@@ -57,6 +50,9 @@ def test_plain_text_is_one_unchanged_document(tmp_path: Path) -> None:
     marked = "\ufeff" + text  # A byte-order mark is not part of the text.
     assert read(write(tmp_path / "a.txt", marked))[0] == [text]
     assert read(write(tmp_path / "b.text.gz", gzip.compress(marked.encode())))[0] == [text]
+    content, skipped = lines(3, "body").encode(), b"\x50\x2a\x4d\x18\x03\0\0\0abc"  # Files may have several frames.
+    path = write(tmp_path / "a.jsonl.zst", skipped + zstd(content[:20]) + zstd(content[20:]))
+    assert read(path, "body")[0] == TEXTS
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
@@ -72,12 +68,9 @@ def test_bad_lines_are_skipped_and_reported(tmp_path: Path, bad: bytes) -> None:
     "name, content, key, said",
     [
         ("a.jsonl", lines(10) + "{\n", None, r"a\.jsonl:11: .*1 of 11 lines.*--max-bad-fraction 0\.001: .*--text-key"),
-        ("a.jsonl", lines(5), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
         ("a.jsonl", lines(3000), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
-        ("a.jsonl", lines(5, "body"), None, "no field 'text', which has 'id', 'body'"),
         ("a.txt", b"one\n\xe9t\xe9\n", None, r"a\.txt:2: .*convert the file to UTF-8"),
         ("a.txt", b"", None, "holds no text"),
-        ("a.json", b"[]", None, "holds no text"),
         ("a.jsonl", b'{"text": ""}\n', None, "holds no text"),
         ("a.json", b'[{"text": "a"},', None, "begins like a JSON array"),
     ],
@@ -88,8 +81,7 @@ def test_files_that_are_refused(tmp_path: Path, name: str, content: str | bytes,
     assert "\n" not in str(error.value)
 
 
-def test_a_few_bad_lines_may_be_allowed(tmp_path: Path) -> None:
-    assert len(list(read_documents(write(tmp_path / "a.jsonl", lines(10) + "{\n"), None, print, 0.1))) == 10
+def test_a_few_bad_lines_of_plain_text_are_allowed(tmp_path: Path) -> None:
     found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
     assert found == ["line\n" * 2001] and "b.txt:2001" in said[0]
     assert sum("of 2002 lines 1 bad" in line for line in said) == 1
@@ -141,8 +133,8 @@ def test_a_corpus_name_expands_to_its_files(corpora: Path) -> None:
         "webtext": (("data/webtext/data.json",), "text"),
     }
     files = ("own.json", "data/wikipedia/wikidump_lines.json", "builtin")
-    assert train("own.json", "wikipedia", "builtin") == (files, "text")
-    assert train("wikipedia", text_key="body")[1] == "body" and train("own.json") == (("own.json",), None)
+    assert train("own.json", "wikipedia", "builtin") == (files, "text") and train("own.json") == (files[:1], None)
+    assert train("wikipedia", text_key="body")[1] == "body"
     assert find_corpora({"--train-data": (), "--test-data": ("wikipedia",)}, None) == ([(), files[1:2]], "text")
 
 
@@ -152,8 +144,7 @@ def test_a_missing_corpus_shows_the_entry_to_write(corpora: Path) -> None:
         train("webtext")
     with pytest.raises(FileNotFoundError, match='no such file: mycorpus; to define a corpus .* write "mycorpus": '):
         train("mycorpus")
-    # The name is taken as a path; `check_exists` finds that the file is missing.
-    assert train("none.txt") == (("none.txt",), None)
+    assert train("none.txt")[0] == ("none.txt",)  # A name with a dot is a path.
 
 
 def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:

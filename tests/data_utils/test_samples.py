@@ -25,7 +25,7 @@ from data_utils import (
     evaluation_batches,
 )
 from data_utils.gpt2_dataset import BLEND_BLOCK, MegatronOrderDataset, parse_blend
-from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from data_utils.indexed_dataset import IndexedDataset
 from tests.data_utils.data_files import BYTES, write_pair
 
 # --- the order
@@ -50,7 +50,7 @@ def test_the_order_never_changes(size: int, first: list[int], crc32: int) -> Non
     assert zlib.crc32(b"".join(found)) == crc32
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 1024, 1025, 20_000])
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1023, 1025, 20_000])
 def test_every_epoch_is_a_new_permutation(size: int) -> None:
     epochs = SampleOrder(size, seed=3)(np.arange(4 * size)).reshape(4, size)
     assert (np.sort(epochs) == np.arange(size)).all()
@@ -167,7 +167,7 @@ def test_errors_of_the_thread_reach_the_caller() -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("max_samples", [None, 1, 8, 9, 30, 1000])
+@pytest.mark.parametrize("max_samples", [None, 1, 9])
 def test_evaluation_reads_each_sample_once(max_samples: int | None) -> None:
     count = min(3000, max_samples or 3000)
     for size, micro in ((1, 4), (2, 4), (4, 1), (3, 5)):
@@ -181,7 +181,7 @@ def test_evaluation_reads_each_sample_once(max_samples: int | None) -> None:
 # --- samples of one text
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, 9, 10, 16, 17, 18, 100])
+@pytest.mark.parametrize("count", [2, 8, 9, 10, 17, 18, 100])
 def test_windows_of_training_and_evaluation(count: int) -> None:
     tokens = np.arange(count, dtype=np.uint16)
     train = GPT2Dataset(tokens, 0, count, 8, BYTES, training=True)
@@ -196,7 +196,7 @@ def test_windows_of_training_and_evaluation(count: int) -> None:
 
 
 def test_an_id_outside_the_vocabulary_is_an_error() -> None:
-    for dtype, bad in ((np.uint16, 257), (np.int32, 257), (np.int32, -1)):
+    for dtype, bad in ((np.uint16, 257), (np.int32, -1)):
         tokens = np.arange(8 * 20 + 1).astype(dtype)
         tokens[83] = bad
         for training in (True, False):
@@ -207,25 +207,15 @@ def test_an_id_outside_the_vocabulary_is_an_error() -> None:
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
-    for change in ("zeros", "shorter", "index"):
-        prefix = tmp_path / change
-        with IndexedDatasetBuilder(prefix, np.dtype("<u2")) as builder:
-            builder.add(np.arange(200))
-            builder.end_document()
+    for suffix in (".bin", ".idx"):
+        prefix = write_pair(tmp_path / suffix[1:], [range(200)])
         file = IndexedDataset(prefix)
         dataset = GPT2Dataset(file.tokens, 0, 200, 8, BYTES, training=True, changed_file=file.changed_file)
         ordered = MegatronOrderDataset(dataset, file.document_starts, seed=1, num_samples=3)
-        # The mapped files are left as they are.
-        os.replace(shutil.copy(f"{prefix}.idx", tmp_path / "copy"), f"{prefix}.idx")
-        if change == "index":
-            file = IndexedDataset(prefix)
-            dataset.changed_file = file.changed_file
+        other = ".idx" if suffix == ".bin" else ".bin"  # A file that is replaced by a rename is not changed.
+        os.replace(shutil.copy(f"{prefix}{other}", tmp_path / "copy"), f"{prefix}{other}")
         ordered.rows(np.arange(3))
-        path = f"{prefix}.idx" if change == "index" else f"{prefix}.bin"
-        if change == "shorter":
-            os.truncate(path, 0)  # Reading the file would end the process by SIGBUS.
-        else:
-            Path(path).write_bytes(bytes(os.path.getsize(path)))
+        os.truncate(path := f"{prefix}{suffix}", 0)  # Reading the mapped file would end the process by SIGBUS.
         said = f"{path} was changed while this run reads it: restore it"
         for reader in (dataset, ordered):
             with pytest.raises(DamagedData, match=said):
@@ -241,23 +231,17 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     "line, prefixes, weights",
     [
         ("a", ["a"], None),
-        ("a b", ["a", "b"], None),
-        ("a b c", ["a", "b", "c"], None),
         ("0.7 a b c", ["0.7", "a", "b", "c"], None),
         ("1 2 3", ["1", "2", "3"], None),
         ("0.7 a 0.3 b", ["a", "b"], [0.7, 0.3]),
         ("30 1 70 2", ["1", "2"], [30, 70]),
-        ("1 a", ["a"], [1.0]),
     ],
 )
 def test_parse_blend_like_megatron(line: str, prefixes: list[str], weights: Any) -> None:
     assert parse_blend(line.split(), "--data-path") == (prefixes, weights)
-
-
-@pytest.mark.parametrize("line", ["0 a 1 b", "-1 a 1 b", "nan a 1 b", "inf a 1 b"])
-def test_invalid_weights_are_refused(line: str) -> None:
-    with pytest.raises(ValueError, match="--data-path .*a weight above 0 before each"):
-        parse_blend(line.split(), "--data-path")
+    for bad in ("0", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match="--data-path .*a weight above 0 before each"):
+            parse_blend([bad, "a", "1", "b"], "--data-path")
 
 
 class Component(Numbered):
@@ -291,9 +275,7 @@ def test_blocks_and_epochs_of_a_blend() -> None:
     for number, size in enumerate(sizes):
         expected = SampleOrder(size, 3 + number)(np.arange(4 * counts[number]))
         assert (rows[rows[:, 1] == number, 0] == expected).all()
-    assert len(made) == sum(sizes) and not np.array_equal(
-        made.shuffled(4).rows(np.arange(BLEND_BLOCK)), rows[:BLEND_BLOCK]
-    )
+    assert not np.array_equal(made.shuffled(4).rows(np.arange(BLEND_BLOCK)), rows[:BLEND_BLOCK])
     assert (made.shuffled(3).rows(np.arange(777, 780)) == rows[777:780]).all()  # Samples can be read in any order.
 
 
@@ -327,14 +309,11 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
 
     by_size = splits(data_path=[a, b])
     assert "33.22 % of the samples" in by_size.description[0]  # The share is 99 of 298.
-    one, other = splits(data_path=[a]), splits(data_path=["0.3", a, "0.7", b])
-    assert one.fingerprint == splits(data_path=["5", a]).fingerprint
-    assert len({each.fingerprint for each in (one, made, by_size, other)}) == 4
+    others = [splits(data_path=line.split()) for line in (a, f"5 {a}", f"0.3 {a} 0.7 {b}")]
+    assert len({each.fingerprint for each in (made, by_size, *others)}) == 4  # One component needs no weight.
 
     separate = splits(data_path=[a], valid_data_path=["1", b, "1", c], test_data_path=[c], split="1")
     assert len(separate.train) == 124 and separate.test.num_tokens == 200 and len(separate.valid.components) == 2
-    with pytest.raises(FileNotFoundError, match="--valid-data-path: no such file"):
-        splits(data_path=[a], valid_data_path=[str(tmp_path / "none")])
     with pytest.raises(ValueError, match="--data-order megatron supports only one prefix"):
         splits(data_path=[a, b], data_order="megatron")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import lzma
 import os
-import random
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 from data_utils import (
-    MISSING,
     build_splits,
     build_tokenizer,
     files,
@@ -29,7 +27,7 @@ from data_utils.corpora.builtin import builtin_documents
 from data_utils.splits import parse_split, split_borders
 from data_utils.token_cache import tokenise
 from data_utils.tokenizers.base import ByteTokenizer, Tokenizer
-from tests.data_utils.data_files import BYTES, write, write_lines, write_pair
+from tests.data_utils.data_files import BYTES, write, write_pair
 
 
 def splits(folder: Path, *files: str, **more: Any) -> Any:
@@ -88,19 +86,7 @@ def test_one_text_file_is_split_by_position(tmp_path: Path) -> None:
     text = "".join(chr(97 + number % 26) for number in range(1234))
     made = splits(tmp_path, write(tmp_path / "a.txt", text))
     assert texts(made) == [text[:1110].encode(), text[1110:].encode(), None] and len(made.train) == 1109 // 8
-    # Every byte of the validation split, and the EOD, is the label of exactly one window.
-    windows = made.valid.rows(np.arange(len(made.valid)))
-    labels = windows[:, 1:].ravel()
-    assert BYTES.decode(labels[labels != MISSING]) == text[1110:] and windows[0, 0] == ord(text[1109])
-    assert (windows[1:, 0] == windows[:-1, -1]).all()
-
-
-def test_fewer_documents_than_splits(tmp_path: Path) -> None:
-    made = splits(tmp_path, write_lines(tmp_path / "a.jsonl", ["a" * 500, "b" * 499]), split="8,1,1")
-    # There are 2 EODs; the last one is not counted.
-    assert texts(made) == [b"a" * 500 + b"b" * 299, b"b" * 100, b"b" * 100]
-    three = splits(tmp_path, write_lines(tmp_path / "b.jsonl", ["a" * 500, "b" * 61, "c" * 61]), split="8,1,1")
-    assert texts(three) == [b"a" * 500, b"b" * 61, b"c" * 61]
+    assert made.valid.rows(np.arange(1))[0, 0] == ord(text[1109])  # the last training token
 
 
 def test_separate_validation_files(tmp_path: Path) -> None:
@@ -108,7 +94,9 @@ def test_separate_validation_files(tmp_path: Path) -> None:
     made = splits(tmp_path, a, valid_data=[b], split="80,100,20")
     assert texts(made) == [b"x" * 800, b"held out", b"x" * 200]
     assert texts(splits(tmp_path, a, valid_data=[b], test_data=[b])) == [b"x" * 1000, b"held out", b"held out"]
-    assert splits(tmp_path, a, valid_data=[b], split="100", need_valid=False).valid is None
+    with pytest.raises(FileNotFoundError, match="--test-data: no such file: nowhere"):
+        splits(tmp_path / "unused", a, test_data=["nowhere"])
+    assert not (tmp_path / "unused").exists()  # The error comes before the text is tokenised.
 
 
 def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
@@ -116,13 +104,6 @@ def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--split 969,30,1: .*a\.txt has only 0 tokens for the valid split"):
         splits(tmp_path, tiny, split="969,30,1")
     assert texts(splits(tmp_path, tiny, split="969,30,1", need_valid=False, need_test=False))[1:] == [None, None]
-    assert splits(tmp_path, tiny, split="90,10").valid.text() == b"9"  # The split is one byte and the EOD.
-
-
-def test_missing_files_are_found_before_tokenising(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--test-data: no such file: nowhere"):
-        splits(tmp_path, write(tmp_path / "a.txt", "text"), test_data=["nowhere"])
-    assert not (tmp_path / "cache").exists()
 
 
 def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
@@ -144,22 +125,15 @@ def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
     assert len(set(ends)) == 3
 
 
-def test_a_prepared_pair(tmp_path: Path) -> None:
-    pair = write_pair(tmp_path / "pair", [[value] * 20 for value in range(10)])
-    made = splits(tmp_path, data_path=[f"{pair}.bin"])
-    assert made.train.text() == bytes(value for value in range(9) for _ in range(20))
-    assert not (tmp_path / "cache").exists()
-    with pytest.raises(ValueError, match="--tokenizer-type"):
-        splits(tmp_path, data_path=[write_pair(tmp_path / "foreign", [[1, 300]])])
-    with pytest.raises(FileNotFoundError, match="--data-path"):
-        splits(tmp_path, data_path=[str(tmp_path / "none")])
-
-
-def test_a_prepared_pair_of_a_different_tokenizer(tmp_path: Path) -> None:
-    """All ids are within this tokenizer's vocabulary, so only the manifest shows the difference."""
+def test_prepared_pairs_and_their_tokenizers(tmp_path: Path) -> None:
+    """All ids of `prefix` are within this tokenizer's vocabulary, so only the manifest shows the difference."""
     made_by = {"kind": "GPT2BPETokenizer", "vocab_size": 50257, "fingerprint": BYTES.fingerprint}
     prefix = write_pair(tmp_path / "pair", [range(100)], made_by=made_by)
-    assert len(splits(tmp_path, data_path=[prefix]).train)
+    assert splits(tmp_path, data_path=[f"{prefix}.bin"], split="1").train.text() == bytes(range(100))
+    assert not (tmp_path / "cache").exists()
+    for wrong, said in ((write_pair(tmp_path / "foreign", [[1, 300]]), "--tokenizer-type"), ("none", "--data-path")):
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            splits(tmp_path, data_path=[wrong])
     write_pair(prefix, [range(100)], made_by={**made_by, "fingerprint": "another"})
     with pytest.raises(ValueError, match="--data-path: .*pair was made by another tokenizer, GPT2BPETok.* 50,257"):
         splits(tmp_path, data_path=[prefix])
@@ -179,8 +153,7 @@ def test_xz_equals_the_command_and_uses_the_training_text() -> None:
     train, held = ("".join(part).encode() for part in (builtin_documents()[:60], builtin_documents()[60:70]))
     command = len(lzma.compress(train + held, preset=9)) - len(lzma.compress(train, preset=9))
     assert xz_bits_per_byte(train, held) == pytest.approx(command * 8 / len(held), rel=0.01)
-    assert xz_bits_per_byte(train, train[:50_000]) < 0.1 < 1 < xz_bits_per_byte(train, held) < 4
-    assert xz_bits_per_byte(train, random.Random(1).randbytes(20_000)) == pytest.approx(8, rel=0.03)
+    assert xz_bits_per_byte(train, train[:50_000]) < 0.1
 
 
 OLD = time.time_ns() - 10**12
@@ -229,8 +202,7 @@ def test_text_is_tokenised_once_and_hashed_if_the_file_is_new(cache: Cache, monk
 
     monkeypatch.setattr(token_cache, "hash_file", counted)
     for name, text, mtime, tokenised, hashes in (
-        ("a.txt", "first text", OLD, 1, 1),
-        ("a.txt", "first text", OLD, 1, 1),
+        *[("a.txt", "first text", OLD, 1, 1)] * 2,
         ("a.txt", "first text", OLD + 5, 1, 2),  # a new mtime: the file is hashed again, but not tokenised
         ("a.txt", "other text", OLD + 6, 2, 3),
         ("copy.txt", "other text", OLD, 2, 4),  # a new path: the file is hashed, and found by its content
@@ -332,11 +304,6 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
         assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(ValueError, match=f"{folder}, .* mode 0700.*: remove it, or set XDG_CACHE_HOME"):
-        files.user_cache_dir()
-    folder.rename(tmp_path / "other")
-    (tmp_path / "other").chmod(0o700)
-    folder.symlink_to(tmp_path / "other")
-    with pytest.raises(ValueError, match="must be a folder"):
         files.user_cache_dir()
 
 

@@ -19,17 +19,9 @@ import pytest
 import data_utils
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer, train_sentencepiece
 from data_utils.corpora.builtin import builtin_documents
-from data_utils.tokenizers import find_gpt2_files, gpt2
-from data_utils.tokenizers.base import (
-    METADATA_FILE,
-    NO_EOD,
-    OLD_METADATA_FILE,
-    ByteTokenizer,
-    CharacterTokenizer,
-    read_characters,
-    split_text,
-)
-from data_utils.tokenizers.gpt2 import MAX_WHITESPACE_RUN, BytePairTokenizer, _hf_tokenizers, bytes_to_unicode
+from data_utils.tokenizers import GPT2_FILES, find_gpt2_files, gpt2
+from data_utils.tokenizers.base import METADATA_FILE, NO_EOD, OLD_METADATA_FILE, CharacterTokenizer, split_text
+from data_utils.tokenizers.gpt2 import MAX_WHITESPACE_RUN, BytePairTokenizer, bytes_to_unicode
 from tests.conftest import ROOT
 from tests.data_utils.data_files import write
 
@@ -79,19 +71,12 @@ def test_round_trip_of_any_text_without_eod(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(ids) == text
         assert tokenizer.eod not in ids
         assert int(tokenizer.byte_lengths[ids].sum()) == len(text.encode())
-
-
-def test_token_bytes_are_complete(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.byte_lengths) == tokenizer.vocab_size
-    assert 0 <= tokenizer.eod < tokenizer.vocab_size and tokenizer.has_eod and tokenizer.bos == tokenizer.eod
-    assert tokenizer.byte_lengths[tokenizer.eod] == 0 and tokenizer.decode([tokenizer.eod]) == ""
-    for ids in ([tokenizer.vocab_size], [-1]):
-        with pytest.raises(ValueError, match="do not fit a vocabulary"):
-            tokenizer.decode(ids)
-    for text in ("\ud800", "a\udfffb"):
-        with pytest.raises(ValueError, match="lone surrogate"):
-            tokenizer.encode(text)
-    assert "\ufffd" in tokenizer.decode(np.asarray(tokenizer.encode("é"))[:1]) or len(tokenizer.encode("é")) == 1
+    assert tokenizer.bos == tokenizer.eod and tokenizer.decode([tokenizer.eod]) == ""
+    with pytest.raises(ValueError, match="do not fit a vocabulary"):
+        tokenizer.decode([tokenizer.vocab_size])
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tokenizer.encode("a\udfffb")
 
 
 def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -103,13 +88,9 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     metadata_file.rename(tmp_path / OLD_METADATA_FILE)  # Older versions used this name.
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
     metadata = json.loads((tmp_path / OLD_METADATA_FILE).read_text())
-    for content, said in (
-        (json.dumps({**metadata, "fingerprint": "0" * 64}), "not those that were sav"),
-        ("{", "does not hold JSON"),
-    ):
-        write(metadata_file, content)
-        with pytest.raises(ValueError, match=said):
-            load_tokenizer(tmp_path)
+    write(metadata_file, json.dumps({**metadata, "fingerprint": "0" * 64}))
+    with pytest.raises(ValueError, match="not those that were sav"):
+        load_tokenizer(tmp_path)
 
 
 def test_files_without_an_end_are_refused(tmp_path: Path) -> None:
@@ -117,7 +98,7 @@ def test_files_without_an_end_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "characters.json"
     file.unlink()
     file.symlink_to("/dev/zero")
-    with pytest.raises((ValueError, FileNotFoundError), match="characters.json"):
+    with pytest.raises(ValueError, match="characters.json"):
         load_tokenizer(tmp_path)
     file.unlink()
     with open(file, "wb") as large:
@@ -151,7 +132,6 @@ def test_a_vocabulary_with_other_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "vocabulary, merges, named",
     [
-        ("[]", "h e", "--vocab-file"),
         ("{", "h e", "--vocab-file"),
         ('{"a": 0}', "", "endoftext"),
         ('{"<|endoftext|>": 1}', "", "gap"),
@@ -171,19 +151,13 @@ def test_find_gpt2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         build_tokenizer("GPT2BPETokenizer", cache_dir=str(tmp_path))
     user = tmp_path / "cache" / "gpt2-model-parallel"
     user.mkdir(parents=True)
-    for folder, pair in (
-        (user, ("encoder.json", "vocab.bpe")),
-        (tmp_path, ("vocab.json", "merges.txt")),
-        (tmp_path, ("gpt2-vocab.json", "gpt2-merges.txt")),
-        (tmp_path, ("encoder.json", "vocab.bpe")),
-    ):
+    for folder, pair in ((user, GPT2_FILES[0]), *((tmp_path, names) for names in reversed(GPT2_FILES))):
         for name in pair:
             (folder / name).touch()
         assert find_gpt2_files(None, None, str(tmp_path)) == (folder / pair[0], folder / pair[1])
-    with pytest.raises(FileNotFoundError, match="--merge-file"):
-        find_gpt2_files(str(tmp_path / "vocab.json"), str(tmp_path / "missing"), None)
-    with pytest.raises(ValueError, match="--vocab-file needs --merge-file"):
-        find_gpt2_files(str(tmp_path / "vocab.json"), None, None)
+    for merges, said in ((str(tmp_path / "missing"), "--merge-file: no"), (None, "--vocab-file needs --merge-file")):
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            find_gpt2_files(str(tmp_path / "vocab.json"), merges, None)
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="file: addresses need curl")
@@ -211,13 +185,19 @@ def test_the_vocabulary_is_downloaded_checked_and_kept(
 # --- SentencePiece
 
 
-def test_sentencepiece_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs --tokenizer-model"):
-        build_tokenizer("SentencePieceTokenizer")
-    with pytest.raises(FileNotFoundError, match="--tokenizer-model"):
-        build_tokenizer("SentencePieceTokenizer", model_file=str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="not a SentencePiece model"):
-        build_tokenizer("SentencePieceTokenizer", model_file=write(tmp_path / "bad", "no model"))
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    for kind, flag, name, said in (
+        ("SentencePieceTokenizer", "model_file", None, "needs --tokenizer-model"),
+        ("SentencePieceTokenizer", "model_file", "none", "--tokenizer-model: no such file"),
+        ("SentencePieceTokenizer", "model_file", write(tmp_path / "bad", "no model"), "not a SentencePiece model"),
+        ("characters", "vocab_file", None, "--tokenizer-type characters needs --vocab-file"),
+        ("characters", "vocab_file", "none.pkl", "--vocab-file: no such file"),
+        ("characters", "vocab_file", write(tmp_path / "a.json", '{"a": 1}'), "one character for each id"),
+        ("characters", "vocab_file", write(tmp_path / "a.pkl", pickle.dumps([1])), "a.pkl: .*lacks itos"),
+        ("characters", "vocab_file", write(tmp_path / "b.pkl", pickle.dumps({"itos": {0: "a", 1: "a"}})), "two ids"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            build_tokenizer(kind, **{flag: name})
     with pytest.raises(ValueError, match="--tokenizer-vocab-size 20: "):
         train_sentencepiece(["some text"], tmp_path / "new", 20)
     assert not (tmp_path / "new").exists()
@@ -251,50 +231,15 @@ def test_nanogpt_meta(tmp_path: Path, protocol: int) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.vocab_size == len(characters)
     assert (tokenizer.eod, tokenizer.has_eod, tokenizer.bos) == (NO_EOD, False, ids["\n"])
     tokenizer.save(tmp_path / "kept")
-    assert load_tokenizer(tmp_path / "kept").fingerprint == tokenizer.fingerprint != ByteTokenizer().fingerprint
+    assert load_tokenizer(tmp_path / "kept").fingerprint == tokenizer.fingerprint
 
 
 def test_an_unknown_character() -> None:
     tokenizer = CharacterTokenizer("abc")
     assert tokenizer.bos == 0 and len(tokenizer.encode("")) == 0
-    for text, said in (("abé", r"'é' \(U\+00E9\)"), ("a\0", r"'\\x00' \(U\+0000\)"), ("ab🙂c", r"'🙂' \(U\+1F642\)")):
+    for text, said in (("abé", r"'é' \(U\+00E9\)"), ("a\0", r"'\\x00' \(U\+0000\)")):
         with pytest.raises(ValueError, match=f"the text holds {said}, which is not one of the 3 characters"):
             tokenizer.encode(text)
-    with pytest.raises(ValueError, match="surrogate"):
-        tokenizer.encode("a\ud800")
-
-
-class Caller:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return print, ("called",)
-
-
-@pytest.mark.parametrize(
-    "meta, said",
-    [
-        (Caller(), "nothing was executed"),
-        ([1], "lacks itos"),
-        ({"itos": {0: "a", 2: "b"}}, "0, 1, 2"),
-        ({"itos": {0: "ab"}}, "one character for each id"),
-        ({"itos": {0: "a", 1: "a"}}, "two ids"),
-    ],
-    ids=range(5),
-)
-def test_malformed_vocabularies_of_characters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: object, said: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"meta.pkl: .*{said}"):
-        read_characters(write(tmp_path / "meta.pkl", pickle.dumps(meta)))
-    assert capsys.readouterr().out == ""
-
-
-def test_characters_without_their_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one character for each id"):
-        read_characters(write(tmp_path / "a.json", '{"a": 1}'))
-    with pytest.raises(FileNotFoundError, match="--vocab-file: no such file"):
-        read_characters(f"{tmp_path}/nothing.pkl")
-    with pytest.raises(ValueError, match="--tokenizer-type characters needs --vocab-file"):
-        build_tokenizer("characters")
 
 
 # --- libraries
@@ -303,7 +248,7 @@ def test_characters_without_their_file(tmp_path: Path) -> None:
 def test_missing_libraries_are_named_and_bytes_need_none(tmp_path: Path) -> None:
     code = """
 import sys
-for name in ("tiktoken", "sentencepiece", "tokenizers", "tqdm"):
+for name in ("tiktoken", "sentencepiece", "tqdm"):
     sys.modules[name] = None
 import data_utils
 assert data_utils.default_tokenizer_kind() == "bytes"
@@ -323,7 +268,7 @@ assert "torch" not in sys.modules and len(splits.train)
     assert done.returncode == 0, done.stderr
 
 
-# --- gigatoken, tiktoken and HF tokenizers: on real text, on random text and for every character
+# --- gigatoken, tiktoken and the merges file: on real text, on random text and for every character
 
 # Only every tenth case is tested by default.
 EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.wide)])
@@ -340,13 +285,12 @@ class Engines:
         assert self.ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
         self.tiktoken = self.ours._ranks_of
         # Our tokenizer is made from ranks, the reference from the merges file.
-        self.fallback = _hf_tokenizers(self.ours._ranked)
         self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
 
     def check(self, texts: list[str]) -> None:
         for text in texts:
             ids = list(self.ours.encode(text))
-            assert ids == self.tiktoken(text) == self.reference.encode(text).ids == self.fallback(text)
+            assert ids == self.tiktoken(text) == self.reference.encode(text).ids
             assert self.ours.decode(ids) == text
 
 
@@ -382,12 +326,12 @@ def test_engines_agree_on_the_class_of_every_character(every: int) -> None:
     pairs = [bytes([last, after]) for last in range(0xC0) for after in b"a1!\t"]
     ranked = list(dict.fromkeys([*single, *pairs, *(bytes([32, first]) for first in range(0xC2, 0xF5))]))
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(len(ranked)), len(ranked) + 1, len(ranked), {})
-    fallback, skipped = _hf_tokenizers(ranked), 0
+    skipped = 0
     blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # All later characters have the same class.
     for first in blocks[::every]:
         characters = [chr(code) for code in range(first, first + 32) if not 0xD800 <= code < 0xE000]
         text = "".join(f"{one}a{one}1{one}!{one}\t {one}'s" for one in characters)
-        assert list(tokenizer.encode(text)) == tokenizer._ranks_of(text) == fallback(text), hex(first)
+        assert list(tokenizer.encode(text)) == tokenizer._ranks_of(text), hex(first)
         skipped += first < 0x20000 and tokenizer._faster(text.encode()) is None
     assert 5 < skipped * every < 0x10000 / 32  # Characters of the first two planes are skipped, but not emoji.
     assert tokenizer._faster("plain text, “quotes”, naïve, 漢字, 😀".encode()) is not None
@@ -395,43 +339,32 @@ def test_engines_agree_on_the_class_of_every_character(every: int) -> None:
 
 def test_long_words_and_whitespace(engines: Engines) -> None:
     engines.check(["a" * 3000, "ab" * 1500 + "\n" * 3000])
-    for character in (" ", "\n", " \n"):
-        text = "x" + character * 1_000_000 + "y"
-        assert engines.ours.decode(engines.ours.encode(text)) == text
+    text = "x" + " \n" * 1_000_000 + "y"
+    assert engines.ours.decode(engines.ours.encode(text)) == text
     for character in " \n":
-        for length in (
-            2 * MAX_WHITESPACE_RUN - 1,
-            2 * MAX_WHITESPACE_RUN,
-            2 * MAX_WHITESPACE_RUN + 1,
-            3 * MAX_WHITESPACE_RUN,
-            3 * MAX_WHITESPACE_RUN + 1,
-        ):
+        for length in (more + times * MAX_WHITESPACE_RUN for times in (2, 3) for more in (-1, 0, 1)):
             text = "x" + character * length + "y z"
             assert list(engines.ours.encode(text)) == engines.tiktoken(text)
 
 
-def test_ids_without_a_library_or_with_a_different_release(
+def test_ids_without_gigatoken_or_with_a_different_release(
     engines: Engines, test_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "it's naïve, <|endoftext|>\n\n 漢字 123" + " " * 70_000 + "."
-    with monkeypatch.context() as patch:
-        patch.setattr(gpt2, "GIGATOKEN_RELEASE", "99.")
+    for patch in (
+        lambda: monkeypatch.setattr(gpt2, "GIGATOKEN_RELEASE", "99."),
+        lambda: monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None),
+    ):
+        patch()
         other: Any = build_tokenizer("GPT2BPETokenizer", cache_dir=str(test_data / "gpt2"))
         assert other._faster is None and list(other.encode(text)) == list(engines.ours.encode(text))
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
-    assert data_utils.default_tokenizer_kind() == "builtin"
-    plain = build_tokenizer("GPT2BPETokenizer", cache_dir=str(test_data / "gpt2"))
-    assert (plain.engine, engines.ours.engine) == ("tokenizers", "tiktoken")
-    assert plain.fingerprint == engines.ours.fingerprint
-    ids = plain.encode(text)
-    assert np.array_equal(ids, engines.ours.encode(text)) and plain.eod not in ids and plain.decode(ids) == text
+        monkeypatch.undo()
 
 
 def test_a_token_without_merges_is_left_to_tiktoken() -> None:
     pytest.importorskip("gigatoken")
     ranked = [*(bytes([value]) for value in range(256)), b"abc"]
-    texts = ("abc", "abcd abc", "aabc")  # Only a word that equals the token has its id.
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(257), 258, 257, {})
     assert tokenizer._faster is None
-    assert [list(tokenizer.encode(text)) for text in texts] == [_hf_tokenizers(ranked)(text) for text in texts]
+    assert list(tokenizer.encode("abc")) == [256]  # Only a word that equals the token has its id.
+    assert list(tokenizer.encode("abcd abc")) == list(b"abcd abc")

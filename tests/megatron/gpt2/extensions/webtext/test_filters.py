@@ -11,9 +11,7 @@ import random
 import socket
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -40,10 +38,9 @@ from megatron.gpt2.extensions.webtext.filters import (
     fix_text,
     make_url_filter,
     normalize_url,
-    split,
     word_ngrams,
 )
-from megatron.gpt2.extensions.webtext.shards import Shard, WebtextStage, json_line, run_shard
+from megatron.gpt2.extensions.webtext.shards import json_line
 from tests.conftest import needs
 
 pytestmark = needs("tldextract", extra="curate")
@@ -56,21 +53,15 @@ TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), max_si
     [
         ("https://www.bbc.co.uk/news/article-1", None),
         ("http://blog.example.com/2019/01/a-post.html?page=2", None),
-        ("https://example.org/café", None),
         ("https://de.wikipedia.org/wiki/C.H._Beck", None),
         ("http://[2001:db8::1]/page", "malformed"),
-        ("http://a.b", "malformed"),
         ("http://x.", "malformed"),
         ("https://m.youtube.com/watch?v=1", "site without text"),
-        ("https://youtu.be/1", "site without text"),
         ("https://cdn.example.com/a/photo.JPEG?width=3", "file that is no page"),
-        ("https://example.com/paper.pdf", "file that is no page"),
         ("ftp://example.com/a", "neither http nor https"),
-        ("javascript:alert(1)", "malformed"),
         ("http://example.com:99999/", "malformed"),
         ("http://exa mple.com/", "malformed"),
         ("http://127.0.0.1:8000/", "malformed"),
-        ("http://intranet/page", "malformed"),
         ("http://a", "too short"),
         ("http://example.com/" + "a" * 2100, "too long"),
     ],
@@ -83,9 +74,8 @@ def test_one_page_with_many_urls():
     assert normalize_url("HTTP://User@Example.COM:80#top") == "http://example.com/"
     assert normalize_url("https://example.com:8443/A?b#c") == "https://example.com:8443/A?b"
     same = ["http://example.com/a", "https://www.example.com/a/", "http://example.com:80/a#b"]
-    assert len({duplicate_key(normalize_url(url)) for url in same}) == 1
-    other = ["http://example.com/a", "http://example.com/A", "http://example.com/a?b", "http://news.example.com/a"]
-    assert len({duplicate_key(normalize_url(url)) for url in other}) == 4
+    other = ["http://example.com/A", "http://example.com/a?b", "http://news.example.com/a"]
+    assert len({duplicate_key(normalize_url(url)) for url in same + other}) == 1 + len(other)
 
 
 @settings(max_examples=500, deadline=None)
@@ -102,33 +92,26 @@ def test_runs_of_the_evaluation_sets(tmp_path: Path):
     words = "it was he said the best of times and the worst of times too in 1859".split()
     assert list(word_ngrams(text)) == [tuple(words[start : start + WORDS]) for start in range(4)]
     path = tmp_path / "sets.jsonl"
-    path.write_bytes(json_line({"text": text}) + json_line({"text": "too short"}))
+    path.write_bytes(json_line({"text": text}) + json_line({"body": "too short", "text": "too short"}))
     assert evaluation_ngrams((path,), "text") == (set(word_ngrams(text)), 1)
     with pytest.raises(ValueError, match=r"sets\.jsonl:1: .*'body'"):
         evaluation_ngrams((path,), "body")
-    path.write_bytes(json_line({"text": "too short"}))
-    evaluation_ngrams.cache_clear()
-    with pytest.raises(ValueError, match="hold no text of 13 words"):
-        evaluation_ngrams((path,), "text")
 
 
 def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
     texts = [f"document {number}" for number in range(2000)]
 
-    def where(texts: list[str], name: str, *shares: str) -> dict[str, str]:
-        path = tmp_path / f"{name}.jsonl"
+    def where(texts: list[str], name: str, shares: str = "90,8,2") -> dict[str, str]:
+        path, output = tmp_path / f"{name}.jsonl", tmp_path / name
         path.write_bytes(b"".join(json_line({"text": text}) for text in texts))
-        args = Namespace(shares=shares or ("90", "8", "2"), seed=7, text_key="text")
-        run_shard(WebtextStage("split", split, args, ("shares", "seed")), Shard("split", (path,)), tmp_path / name)
-        return {
-            json.loads(line)["text"]: part.stem for part in (tmp_path / name).glob("*.jsonl") for line in part.open()
-        }
+        program("split_dataset", path, output, "--split", shares)
+        return {json.loads(line)["text"]: part.stem for part in output.glob("*.jsonl") for line in part.open()}
 
     once = where(texts, "once")
-    assert where(["another", *reversed(texts)], "grown") == {**once, "another": where(["another"], "one")["another"]}
+    assert where(["another", *reversed(texts)], "grown").items() > once.items()
     for name, count in (("train", 1800), ("valid", 160), ("test", 40)):
         assert abs([*once.values()].count(name) - count) < 40
-    assert set(where(texts, "all", str(Fraction(1, 3)), "0", "0").values()) == {"train"}
+    assert set(where(texts, "all", "1/3").values()) == {"train"}
 
 
 def five_grams(text: str) -> set[str]:
@@ -159,8 +142,6 @@ def test_search_group_and_removal(tmp_path: Path):
         middle = changed(first, range(12))
         last = changed(middle, range(60, 72))
         documents += [(" ".join(member), family) for member in (first, middle, last, first)]
-    one, two, three = (five_grams(text) for text, _ in documents[:3])
-    assert len(one & three) / len(one | three) < 0.85 < len(one & two) / len(one | two)
     documents += [(" ".join(words()), 99) for _ in range(40)]
     draw.shuffle(documents)
     (tmp_path / "in").mkdir()
@@ -177,12 +158,8 @@ def test_search_group_and_removal(tmp_path: Path):
         one, two = (five_grams(documents[number][0]) for number in pair["pair"])
         assert pair["jaccard"] == pytest.approx(len(one & two) / len(one | two), abs=1e-4) and pair["jaccard"] >= 0.85
     left = [json.loads(line)["text"] for name in "ab" for line in (tmp_path / f"out/{name}.jsonl").open()]
-    expected, seen = [], set()
-    for text, family in documents:  # The first of each family stays, in the order of the input.
-        if family == 99 or family not in seen:
-            expected.append(text)
-        seen.add(family)
-    assert left == expected
+    families = [family for _, family in documents]  # The first of each family stays, in the order of the input.
+    assert left == [text for n, (text, family) in enumerate(documents) if family == 99 or families.index(family) == n]
 
     with pytest.raises(ValueError, match="search it for duplicates first"):
         program("remove_group_duplicates", groups, tmp_path / "out", tmp_path / "out2")
@@ -262,12 +239,9 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
         (OK + b"\r\n" + 100_001 * b"x", "too large"),
         (OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(bytes(1_000_000)), "too large"),
         (OK + b"Content-Length: 10\r\n\r\nabc", "broken answer"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n30\r\nabc", "broken answer"),
         (OK + b"Content-Encoding: gzip\r\n\r\nabc", "broken answer"),
-        (OK + b"Content-Encoding: br\r\n\r\nabc", "broken answer"),
-        (OK + b"Content-Length: many\r\n\r\nabc", "broken answer"),
         (b"hello", "broken answer"),
-        (b"HTTP/1.1 200 OK\r\n" + b"X: " + 70_000 * b"y" + b"\r\n\r\n", "broken answer"),
+        (OK + b"X: " + 70_000 * b"y" + b"\r\n\r\n", "broken answer"),
         (b"", "connection failed"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "malformed address"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://www.facebook.com/\r\n\r\n", "redirected: site without text"),
@@ -292,7 +266,7 @@ def test_a_server_that_takes_too_long(server: tuple[str, list[bytes]], answer: b
 
 def test_text_and_its_encoding():
     html = "<html><body><article><p>" + "Wörter über Wörter, schön gesetzt. " * 20 + "</p></article></body></html>"
-    for charset, said in (("utf-8", None), ("latin-1", "latin-1"), ("utf-8", "latin-9x"), ("utf-8", "ascii")):
+    for charset, said in (("utf-8", None), ("latin-1", "latin-1"), ("utf-8", "ascii")):
         assert "Wörter über Wörter" in str(extract_text(Page("http://example.com", html.encode(charset), said)))
 
 
@@ -304,8 +278,6 @@ def test_a_slow_extraction_kills_its_process():
 
     async def extract_all() -> None:
         assert (await extract(pool, page, 20.0)).startswith("Some words")
-        with pytest.raises(PageError, match="page without text"):
-            await extract(pool, Page("u", b"", None), 20.0)
         with pytest.raises(PageError, match="text not found in time"):
             await extract(pool, long, 0.2)
         assert (await extract(pool, page, 20.0)).startswith("Some words")
