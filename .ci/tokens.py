@@ -1,8 +1,8 @@
 """Count the Python tokens of the repository by room: python .ci/tokens.py [DEPTH]
 
 Tokens are those of Python's `tokenize`, without comments, line ends, indentation and blank lines. A docstring is one
-token, so that documentation costs nothing. Files are those that git tracks. Program is everything but tests,
-benchmarks, examples and docs.
+token, so that documentation costs nothing. Only files that git tracks are counted. Everything except tests,
+benchmarks, examples and docs is the program.
 """
 
 import collections
@@ -22,7 +22,7 @@ LEFT_OUT = {
 
 
 def count(path: str) -> int:
-    """The tokens of a file."""
+    """Return the number of tokens of a file."""
     with open(path, "rb") as file:
         return sum(token.type not in LEFT_OUT for token in tokenize.tokenize(file.readline))
 

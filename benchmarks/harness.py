@@ -29,9 +29,9 @@ from data_utils.command_line import align_columns
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
-OURS, PEER = "#3568a8", "#b8b8b8"  # the colours of bars
-WARM_UP = 3  # `milliseconds` makes this number of untimed calls first.
-GRACE = 3.0  # A program has this number of seconds to end its own processes.
+OURS, PEER = "#3568a8", "#b8b8b8"  # colours of the bars of our programs and of other programs
+WARM_UP = 3  # `milliseconds` makes 3 untimed calls before it measures.
+GRACE = 3.0  # seconds that a program has after SIGTERM to end its own processes
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def parse_args(made: argparse.ArgumentParser, argv: Sequence[str] | None = None)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, torch, CUDA and transformers. A missing library is None."""
+    """Return the versions of Python, torch, CUDA and transformers. The version of a missing library is None."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": torch.version.cuda, "transformers": None}
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -100,7 +100,8 @@ def machine_line(result: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Replace the file atomically, so that a timeout leaves the last complete file."""
+    """Write `result` as JSON into a new file that then replaces `path`, so that a timeout leaves the last complete
+    file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -148,19 +149,20 @@ def run_limited(
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # The block also runs after SIGTERM to this program.
+        finally:  # Python runs this block also after a SIGTERM that raises SystemExit.
             if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
             with contextlib.suppress(ProcessLookupError):
-                # The signal also ends the compilers that the program has started.
+                # SIGKILL to the process group also ends the compilers that the program has started.
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not blank, without absolute paths, at most 400 characters."""
+    """Return at most 400 characters of the last line of `text` that is not blank, without the folders of absolute
+    paths."""
     lines = [line for line in text.splitlines() if line.strip()]
     return strip_paths(lines[-1] if lines else "")[:400]
 
@@ -181,7 +183,8 @@ def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args:
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` in processes with one thread and a gloo group. Return the result of each."""
+    """Run `fn(rank, world_size, *args)` in processes with one thread and a gloo group. Return the result of each
+    rank."""
     context: Any = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +208,8 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[An
 
 
 def call_seconds(work: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    """Return the seconds of each of `count` calls. On a GPU, the host waits only after the last call."""
+    """Call `work` `count` times and return the seconds of each call. On a GPU, the host waits only after the last
+    call."""
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
@@ -222,21 +226,21 @@ def call_seconds(work: Callable[[], Any], device: torch.device, count: int) -> l
 
 
 def milliseconds(work: Callable[[], Any], device: torch.device, count: int) -> float:
-    """Return the median of `count` calls in milliseconds, after `WARM_UP` untimed calls."""
+    """Return the median time of `count` calls of `work` in milliseconds, after `WARM_UP` untimed calls."""
     for _ in range(WARM_UP):
         work()
     return 1000 * sorted(call_seconds(work, device, count))[count // 2]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median and the 10th and 90th percentile (with linear interpolation) of at least one value."""
+    """Return the number of `values`, their median, and their 10th and 90th percentile (with linear interpolation)."""
     p10, median, p90 = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.1, 0.5, 0.9]).double())
     return {"median": median.item(), "p10": p10.item(), "p90": p90.item(), "n": len(values)}
 
 
 def alternate(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Call each of `works` `rounds` times, in an order that is mirrored from round to round (A B B A). Return the
-    results."""
+    """Call each function of `works` once in each round, in an order that is mirrored from round to round (A B B A).
+    Return the results by name."""
     found: dict[str, list[T]] = {name: [] for name in works}
     for number in range(rounds):
         for name in list(works)[:: -1 if number % 2 else 1]:
@@ -245,7 +249,7 @@ def alternate(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, li
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Return the median of the ratios of all rounds."""
+    """Return the median of the ratios `above` / `below` of all rounds."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -255,8 +259,8 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plot_bars(path: Path, title: str, panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float]]]]) -> str:
-    """Draw horizontal bars, one panel next to the other: (label of the axis, [(arm, value, low, high)]), with low and
-    high for the error bar. Return a line with the name of the file."""
+    """Draw panels of horizontal bars next to each other. A panel is (label of the axis, [(name, value, low, high)]);
+    the error bar of a value reaches from low to high. Return a line with the name of the file."""
     from matplotlib.figure import Figure
 
     rows = max((len(bars) for _, bars in panels), default=1)

@@ -3,7 +3,7 @@
 
     python benchmarks/profile_step.py            # GPT-2 124M, s 1,024, b 2, bf16, on the CPU
 
-The step is `megatron.gpt2.train.train_step.train_step` of a run made from flags, after three warm-up steps. The self
+The program builds a run from flags, and profiles one call of `train_step` after three warm-up steps. The self
 times of all operators are summed by part of the step. The times include the profiler's own cost.
 """
 

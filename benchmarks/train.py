@@ -5,14 +5,14 @@
     python benchmarks/train.py --preset gpu --part 2 --nanogpt DIR   # parts 2 to 5, each under 9 minutes on one H200
     python benchmarks/train.py --preset gpu --part 2 --smoke --output DIR    # a quick check on the CPU
 
-An arm is one program with one configuration. The parts are those of benchmarks/gpu.sh; part 1 is
-benchmarks/gpu_first_minutes.py. Part 2: 345M with all arms. Parts 3 and 4: 774M and 1.5B, ours compiled and the fastest
-peer of part 2. Part 5: only ours, at 345M with dropout, recomputation and the settings of 2019, and one of 8 ranks of
-8.3B.
+An arm is one program with one configuration. `benchmarks/gpu.sh` has five parts. Part 1 is gpu_first_minutes.py. Part 2
+measures 345M with all arms. Parts 3 and 4 measure 774M and 1.5B with our compiled arm and the fastest peer of part 2.
+Part 5 measures only our program: 345M with dropout, recomputation and the settings of Megatron's first release, and one
+of 8 ranks of 8.3B.
 
-First, a gate checks that all models compute the same. Then every arm runs in a new process, in mirrored order (A B C C
-B A), on the same tokens; one such run is a visit. JSON is written after each visit, and the same command continues
-there, unless --again is given. The nanoGPT checkout is imported.
+First, a gate checks that all models compute the same values. Then every arm runs in a new process, in mirrored order (A
+B C C B A), on the same tokens. One such run is a visit. The results are written after each visit. The same command
+continues after the last visit, unless --again is given. nanoGPT is imported from DIR.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from benchmarks.workload import (
     utilisation,
 )
 
-GATE = 1e-4  # relative, in fp32: correct models differ by 2e-6, the two forms of GELU by 7e-4
-# Limits of the relative differences of loss and gradient norm at the first step: of two fp32 arms, and with a bf16 arm.
-# nanoGPT's softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
+GATE = 1e-4  # largest relative difference in fp32: correct models differ by 2e-6, models with different GELUs by 7e-4
+# The largest relative differences of loss and gradient norm at the first step, between two fp32 arms, and if an arm is
+# bf16. nanoGPT's softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
 TOLERANCE = {"fp32": (2e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 NOTES = (
     "all arms have the same weights (ours, converted), the same samples in the same order from the same loader, and "
@@ -87,10 +87,11 @@ def make_workload(args: argparse.Namespace, scratch: Path) -> Workload:
 def select_arms(args: argparse.Namespace) -> list[Arm]:
     """Return the arms of the preset that are selected and available."""
     gpu = args.preset == "gpu"
-    arms = [arm for arm in ARMS if not (gpu and arm.shipped)]  # As shipped, nanoGPT computes in compiled bf16 on a GPU.
+    # On a GPU, nanoGPT as shipped is the arm of compiled bf16.
+    arms = [arm for arm in ARMS if not (gpu and arm.shipped)]
     if gpu and args.part == 5:
         arms = OURS_ONLY_ARMS
-        if args.smoke:  # The smoke run keeps only the change of dropout.
+        if args.smoke:  # A smoke run applies only the changes of dropout.
             kept = [{name: value for name, value in arm.changes.items() if name == "dropout"} for arm in arms]
             arms = [dataclasses.replace(arm, changes=changes) for arm, changes in zip(arms, kept, strict=True)]
     elif gpu and args.part in (3, 4):
@@ -142,11 +143,11 @@ def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
     """Measure all programs (arms) of a preset. Return the exit code."""
     began, gpu = time.monotonic(), args.preset == "gpu" and not args.smoke
     workload, arms = make_workload(args, scratch), select_arms(args)
-    # The untimed steps come in addition to the first step, which compiles.
+    # The first step compiles. The untimed steps follow it.
     warmup, steps = (1, 2) if args.smoke else (10, 30) if gpu else (1, 5)
     # torch.compile of a large peer takes minutes; parts 3 and 4 have only two arms.
-    timeout = 900 if not gpu else 260 if args.part in (3, 4) else 150  # seconds of a visit
-    budget = 500 if gpu else float("inf")  # Visits that do not fit into this number of seconds are skipped.
+    timeout = 900 if not gpu else 260 if args.part in (3, 4) else 150  # time limit of a visit in seconds
+    budget = 500 if gpu else float("inf")  # seconds for all visits; later visits are skipped
     what = "cpu" if args.preset == "cpu" else f"gpu_part{args.part}"
     path = args.output / f"train_{what}.json"
     workload.write_tokens((1 + warmup + steps) * workload.micro_batch_size * workload.accumulation)
@@ -222,16 +223,17 @@ def run_visits(
     left: Callable[[], float],
     measure: Callable[[Arm], dict[str, Any]],
 ) -> list[str]:
-    """Visit the arms in the order A B C C B A, `rounds` times, or A B C if it is 0, without the visits in `result`.
-    Return the arms that failed, or failed the gate.
+    """Visit the arms `rounds` times in the order A B C C B A, or once in the order A B C if `rounds` is 0. Visits that
+    `result` already has are left out. Return the names of arms that failed or did not pass the gate.
 
-    left(): remaining seconds of the budget; visits that do not fit are skipped. measure(arm): one visit.
+    left: returns the remaining seconds. A visit that does not fit is skipped.
+    measure: makes one visit of an arm.
     """
     bad: list[str] = []
     took: dict[str, float] = {}  # the estimated seconds of the next visit
     pending = [arm for _ in range(rounds) for arm in [*arms, *reversed(arms)]] or list(arms)
     for arm in arms:
-        for _ in result["arms"][arm.name]["visits"]:  # An earlier call of the program has measured these visits.
+        for _ in result["arms"][arm.name]["visits"]:  # Visits that an earlier call of the program measured
             if arm in pending:
                 pending.remove(arm)
     while pending:
@@ -245,7 +247,7 @@ def run_visits(
         load, began = os.getloadavg()[0], time.monotonic()
         visit = {**measure(arm), "load_before": load, "order": sum(len(a["visits"]) for a in result["arms"].values())}
         seconds = time.monotonic() - began
-        # The next visit finds compiled code on the disk, which saves most of the first step.
+        # The next visit finds the compiled code on the disk, so its first step takes less than half of the time.
         took[arm.name] = seconds - (0.6 * visit.get("first_step_s", 0.0) if arm.compiled else 0.0)
         entry["visits"].append(visit)
         if "failed" in visit:
@@ -283,7 +285,7 @@ def compare_first_step(result: Result, arm: Arm) -> str:
 
 
 def summarise(result: Result) -> None:
-    """Add tokens/s, MFU, memory in GB and compile seconds, over all timed steps of all visits."""
+    """Add a summary to each arm in `result`: tokens/s, MFU, memory in GB and compile seconds, over all visits."""
     for entry in result["arms"].values():
         done = [visit for visit in entry["visits"] if "failed" not in visit]
         if not done:

@@ -2,7 +2,7 @@
 
     python benchmarks/train_worker.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
 
-Our arm is the training program itself, built from flags; the timed function is
+Our arm is the training program itself, built from flags. The timed function is
 `megatron.gpt2.train.train_step.train_step`. Each peer gets a complete training step: batch, zero_grad, forward,
 backward, clip at 1.0, AdamW. All arms read the same samples in the same order with the same loader. Legend: b
 micro-batch, s sequence, h hidden, v vocabulary.
@@ -65,14 +65,14 @@ class TimedStep:
     step: Callable[[], None]
     read: Callable[[], tuple[float, float]]
     computes: str
-    padding_nats: float = 0.0  # Padding rows of the vocabulary add this to the loss of an untrained model.
+    padding_nats: float = 0.0  # nats that the vocabulary's padding rows add to an untrained loss
     close: Callable[[], None] = lambda: None
     expected_peak: int | None = None  # the bytes that the memory planner expects
 
 
 class SyntheticTokenizer(Tokenizer):
-    """A tokenizer without text, for synthetic tokens. With GPT-2's vocabulary, its end-of-document id 9 is about one in
-    115 tokens of `Workload.write_tokens`."""
+    """A tokenizer without text, for synthetic tokens. With GPT-2's vocabulary, about one of 115 tokens of
+    `Workload.write_tokens` is 9, its id of the end of a document."""
 
     def __init__(self, size: int) -> None:
         super().__init__("synthetic", [b""] * size, 9, f"synthetic {size}", {})
@@ -96,7 +96,8 @@ def build_dataset(workload: Workload) -> GPT2Dataset | BlendedDataset:
 
 
 def build_loader(workload: Workload) -> BatchLoader:
-    """Build the loader of the peers: the samples of our program, in its order, [accumulation · b, s + 1]."""
+    """Build the loader of the other programs. It yields the samples of our program in the same order, int64
+    [accumulation · b, s + 1]."""
 
     def finish(batch: np.ndarray, samples: np.ndarray) -> Tensor:
         host = torch.from_numpy(batch)
@@ -130,8 +131,8 @@ def our_flags(workload: Workload, arm: Arm) -> list[str]:
 
 
 def build_our_trainer(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) -> Trainer:
-    """Build the trainer from the command line, like the program. GPT-2's vocabulary needs files that may be missing, so
-    the run is prepared with a small data set of bytes; tokenizer, vocabulary size and data are replaced afterwards.
+    """Build the trainer from the command line, like the program. GPT-2's vocabulary needs files that may be missing.
+    The run is therefore prepared with a small data set of bytes. Then tokenizer, vocabulary size and data are replaced.
 
     rank_info: the rank of this process (default: the first rank of the arm).
     """
@@ -186,8 +187,8 @@ def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) 
 
 
 def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
-    """Build only the first of `arm.ranks` tensor-parallel ranks. Its collectives do nothing, so its values are
-    meaningless, but it computes as much as a rank of a real run."""
+    """Build only the first of `arm.ranks` tensor-parallel ranks. Collectives do nothing. The rank's values are
+    therefore meaningless, but it computes as much as a rank of a real run."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -201,13 +202,13 @@ def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
 
 
 def build_random_model(config: ModelConfig, block_config: TransformerBlockConfig, **kwargs: Any) -> GPT2Model:
-    """Build `GPT2Model` with random weights. This is quick, because they are drawn on the device."""
+    """Build `GPT2Model` with random weights that are drawn on the device, which is faster than on the host."""
     model = GPT2Model(config, dataclasses.replace(block_config, device="meta"), **kwargs)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device=block_config.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            vars(parameter).update(marks[name])  # The marks say which parameters are split.
+            vars(parameter).update(marks[name])  # The attributes say which parameters are split.
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
             else:

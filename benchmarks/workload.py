@@ -18,7 +18,7 @@ MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20),
 # {part of benchmarks/gpu.sh: (model, b, micro-batches)}. Part 1 is benchmarks/gpu_first_minutes.py.
 PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}
 LR, WEIGHT_DECAY, BETAS, CLIP_GRAD, SEED = 1e-4, 0.1, (0.9, 0.95), 1.0, 1234
-TOKENS = 1 << 22  # The file has at most this number of tokens. Arms that need more tokens read the file again.
+TOKENS = 1 << 22  # the largest number of tokens in the file; arms that need more tokens read the file again
 PEAK_FLOPS = 989e12  # dense bf16 FLOP/s, from the datasheet of H100 SXM and H200
 # Figures that were published for other machines, in bf16, with llm.c's count of FLOPs.
 LLM_C_RESULTS: list[dict[str, Any]] = [
@@ -72,8 +72,8 @@ class Workload:
         return replace(self, **tiny, micro_batch_size=2, vocab_size=500, compiler="eager")
 
     def write_tokens(self, samples: int) -> None:
-        """Write the tokens of all arms, random with p(id) ∝ 1/(id + 1), and a small pair of bytes to prepare our
-        run."""
+        """Write random tokens for all arms, with p(id) ∝ 1/(id + 1), and a small .bin/.idx pair of bytes to prepare
+        our run."""
         draw = np.random.default_rng(SEED)
         count = min(samples * self.seq_length + 1, TOKENS)
         for prefix, size, length in (

@@ -17,11 +17,11 @@ STEPS = [
     ["5 tracker", "latest_checkpointed_", "iteration.txt", "says N"],
 ]
 LEFT, WIDE, GAP, TOP, HIGH = 60, 164, 37, 62, 88
-ROW, BELOW = 36, 250  # height of two rows of the tensor, and top of the lower half
+ROW, BELOW = 36, 250  # height of two drawn rows of the tensor, and top of the lower half of the drawing
 
 
 def part(x: float, y: float, height: float, words: str, color: str, fill: str = PAPER) -> list[str]:
-    """Rows of a tensor, with a text in the middle."""
+    """Draw rows of a tensor, with a text in the middle."""
     return [
         f'<rect x="{x:g}" y="{y:g}" width="210" height="{height:g}" fill="{fill}" stroke="{color}" '
         'stroke-width="1.6"/>',
@@ -30,7 +30,7 @@ def part(x: float, y: float, height: float, words: str, color: str, fill: str = 
 
 
 def checkpoint() -> str:
-    """The five steps of a save, and the slices of a tensor that other ranks load."""
+    """Draw the five steps of a save, and the slices of a tensor that other ranks load."""
     parts = [
         text(WIDTH / 2, 24, "A save is committed in five steps", size=16, bold=True),
         text(WIDTH / 2, 44, "a crash before step 4 leaves the last checkpoint as it was", size=12, color=GREY),

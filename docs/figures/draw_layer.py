@@ -15,12 +15,12 @@ BRANCH = 506  # width of half a layer
 
 
 def whole(x: float, width: float, lines: list[str]) -> list[str]:
-    """A box over both lanes: a computation that every rank repeats."""
+    """Draw a box over both lanes: a computation that every rank repeats."""
     return box(x, LANES[0], width, LANES[1] + LANE - LANES[0], lines, edge=GREY, fill=WHOLE)
 
 
 def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
-    """A box in each lane: a computation with the rank's part of the weights."""
+    """Draw a box in each lane: a computation with the rank's part of the weights."""
     return [
         line
         for top, edge, lines in zip(LANES, RANKS, of_rank, strict=True)
@@ -29,8 +29,8 @@ def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
 
 
 def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
-    """A pair of communications: a bar over both lanes with its name, its forward direction above and its backward
-    direction below."""
+    """Draw the bar of *f* or *g* over both lanes, with its forward communication above and its backward communication
+    below."""
     top, bottom = LANES[0] - 6, LANES[1] + LANE + 6
     return [
         f'<rect x="{x - 11:g}" y="{top}" width="22" height="{bottom - top}" rx="11" fill="{INK}"/>',
@@ -44,12 +44,12 @@ def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
 
 
 def branch(x: float, first: list[str], second: list[str]) -> list[str]:
-    """x + g(row-parallel(column-parallel(f(norm(x))))), `BRANCH` wide. Only the weights differ between the ranks."""
+    """Draw x + g(row-parallel(column-parallel(f(norm(x))))), `BRANCH` wide. Both ranks have the same boxes."""
     middle = (LANES[0] + LANES[1] + LANE) / 2
     parts = [
         f'<path d="M{x - 14:g} {middle:g} H{x + 452:g}" stroke="{GREY}" stroke-width="1.4" '
         'stroke-dasharray="5 4" fill="none"/>'
-    ]  # the residual path, behind what it passes
+    ]  # the residual connection, which is drawn behind the boxes
     parts += whole(x, 66, ["norm", "[s, b, h]"]) + whole(x + 452, 40, ["+", "drop-", "out"])
     parts += operation(x + 105, "f", "identity", "all-reduce")
     parts += split(x + 138, 108, [first] * len(RANKS)) + split(x + 266, 100, [second] * len(RANKS))
@@ -63,7 +63,7 @@ def branch(x: float, first: list[str], second: list[str]) -> list[str]:
 
 
 def layer() -> str:
-    """A transformer layer on two tensor-parallel ranks: the branch of attention, then that of the MLP."""
+    """Draw a transformer layer on two tensor-parallel ranks: attention on the left, the MLP on the right."""
     parts = [
         text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
         for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))

@@ -11,7 +11,7 @@ INK, GREY, PAPER, WHOLE = "#1c2733", "#5b6875", "#ffffff", "#eef1f4"
 def text(
     x: float, y: float, words: str, *, size: int = 13, color: str = INK, bold: bool = False, anchor: str = "middle"
 ) -> str:
-    """A line of text on the baseline `y`.
+    """Return a line of text on the baseline `y`.
 
     anchor: the part of the text that is at `x`: start, middle or end.
     """
@@ -25,7 +25,7 @@ def text(
 def box(
     x: float, y: float, width: float, height: float, lines: list[str], *, edge: str, fill: str = PAPER
 ) -> list[str]:
-    """A rounded box. The first line is its name, the other lines describe it."""
+    """Return a rounded box. The first of `lines` is its name, the others describe it."""
     middle, top = x + width / 2, y + height / 2 - 8 * (len(lines) - 1) + 4
     drawn = [
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{edge}" '
@@ -38,12 +38,12 @@ def box(
 
 
 def arrow(x: float, y: float, to: float) -> str:
-    """A horizontal arrow from left to right."""
+    """Return a horizontal arrow from left to right."""
     return f'<path d="M{x:g} {y:g} H{to - 7:g}" stroke="{INK}" stroke-width="1.4" marker-end="url(#tip)"/>'
 
 
 def line(x: float, y: float, to_x: float, to_y: float) -> str:
-    """A straight line that ends in an arrow tip."""
+    """Return a straight line that ends in an arrow tip."""
     return (
         f'<path d="M{x:g} {y:g} L{to_x:g} {to_y:g}" stroke="{GREY}" stroke-width="1.2" fill="none" '
         'marker-end="url(#tip)"/>'
@@ -51,7 +51,7 @@ def line(x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def picture(width: int, height: int, parts: list[str]) -> str:
-    """The whole drawing, `width` x `height` pixels, with the tip of `arrow` and `line`."""
+    """Return an SVG of `width` x `height` pixels with these `parts`, and the arrow tip that `arrow` and `line` use."""
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '

@@ -42,14 +42,14 @@ def style(theme: str) -> dict[str, Any]:
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write `figure` to NAME.svg, with fewer digits, which make the file smaller."""
+    """Write `figure` to NAME.svg. Coordinates get fewer digits, to make the file smaller."""
     file = FOLDER / f"{name}.svg"
     figure.savefig(file, transparent=True, metadata={"Date": None})
     file.write_text(re.sub(r"(\d\d\.\d\d)\d+", r"\1", file.read_text()))
 
 
 def draw(layouts: list[dict[str, Any]], theme: str) -> None:
-    """Write the figure of `theme`: the losses above, and below their differences from one process."""
+    """Write the figure of `theme`: above the losses, below their differences from the losses of one process."""
     _, _, grey, colors = THEMES[theme]
     by_processes = dict(zip((1, 2, 4, 8), colors, strict=True))
     steps = range(1, len(layouts[0]["losses"]) + 1)
@@ -58,7 +58,8 @@ def draw(layouts: list[dict[str, Any]], theme: str) -> None:
         losses, differences = figure.subplots(2, sharex=True, height_ratios=[2, 1])
         for number, layout in enumerate(layouts):
             color = by_processes[layout["processes"]]
-            shown = slice(7 * number % len(layouts), None, len(layouts))  # neighbouring markers differ in processes
+            # Neighbouring markers belong to layouts with different numbers of processes.
+            shown = slice(7 * number % len(layouts), None, len(layouts))
             losses.plot(steps, layout["losses"], color=grey, linewidth=0.8, zorder=1)
             losses.scatter(steps[shown], layout["losses"][shown], color=color, s=34, zorder=2)
             differences.plot(steps, [1e6 * value for value in layout["difference"]], color=color, linewidth=0.9)

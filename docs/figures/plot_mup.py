@@ -21,8 +21,8 @@ RESULTS = FOLDER.parents[1] / "benchmarks" / "results" / "h200.json"
 
 
 def draw(results: dict[str, Any], theme: str) -> None:
-    """Write the figure of `theme`: the sizes on the left, then the losses without and with muP. A ring is at the median
-    of the best rates of the seeds."""
+    """Write the figure of `theme`: on the left the sizes of activations, then the losses without and with muP. A ring
+    marks the median of the seeds' best learning rates."""
     *_, colors = THEMES[theme]
     kinds = {"without": "without muP", "with": "with muP, base width 128"}
     with matplotlib.rc_context(style(theme)):

@@ -31,25 +31,26 @@ from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import run_program
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
-PERIOD = 375  # the period of the test values, in elements
+PERIOD = 375  # The values of a test repeat after this number of elements.
 # The tolerances are relative and allow any order of summation.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-TIMEOUT_MINUTES = 5  # The process group has this time limit; one operation takes much less time.
-# Without --iters, an operation runs this often, or for this number of seconds, at each size.
+TIMEOUT_MINUTES = 5  # time limit of a collective, much longer than one operation takes
+# Without --iters, an operation runs for RUNS_SECONDS at each size, at least MIN_RUNS and at most MAX_RUNS times.
 MIN_RUNS, MAX_RUNS, RUNS_SECONDS = 5, 1000, 0.2
 UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # exponents of two
-PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # Below 1 MB, noise looks like a slow pair.
-LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # The format of a line of the table.
+PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # With less than 1 MB, noise looks like a slow pair.
+LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # format of a row of the printed table
 HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µs", "algorithm", "bus GB/s", "result")
 
 
 class SkipOperation(Exception):
-    """The reason why an operation, or its larger sizes, cannot be measured. All ranks raise this error together."""
+    """An operation, or a larger size of it, cannot be measured; the message says why. All ranks raise this error
+    together."""
 
 
 def exchange(target: int, sent: Tensor, source: int, received: Tensor) -> None:
-    """Send a tensor to one rank while one arrives from another. In one batch, because NCCL runs single calls in
-    order."""
+    """Send `sent` to rank `target` while `received` arrives from rank `source`. Both are in one batch, because NCCL
+    runs separate calls one after the other."""
     both = dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)
     ops = [op for op in both if op.tensor.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else ():
@@ -64,8 +65,8 @@ def ring_all_reduce(tensor: Tensor) -> None:
         sends     chunk (r - t)     mod n  to rank r + 1,
         receives  chunk (r - t - 1) mod n  from rank r - 1.
 
-    In the first n-1 steps the received chunk is added to the local one; then rank r holds the complete sum of chunk
-    r + 1. In the other n-1 steps it replaces the local one. Each rank sends 2(n-1)/n · N elements.
+    In the first n-1 steps the received chunk is added to the local chunk. Then rank r has the complete sum of chunk
+    r + 1. In the last n-1 steps the received chunk replaces the local chunk. Each rank sends 2(n-1)/n · N elements.
     """
     n, rank = dist.get_world_size(), dist.get_rank()
     chunks = tensor.view(-1).tensor_split(n)
@@ -78,21 +79,21 @@ def ring_all_reduce(tensor: Tensor) -> None:
 
 
 def partner_of(group: ProcessGroup) -> int:
-    """Return the counterpart of this rank in the other half of the group. The last of an odd number of ranks has
-    itself."""
+    """Return the rank with which this rank exchanges messages: its counterpart in the other half of the group. In a
+    group of odd size, the partner of the last rank is the last rank."""
     rank, half = group.rank(), group.size() // 2
     return rank if rank == 2 * half else (rank + half) % (2 * half)
 
 
 def send_recv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
-    """Send a message to the partner and receive one, one after the other."""
+    """Send x to the partner and receive y from it, one after the other."""
     rank, partner = group.rank(), partner_of(group)
     for sends in (rank < partner, rank > partner) if rank != partner else ():
         dist.send(x, partner) if sends else dist.recv(y, partner)
 
 
 def isend_irecv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
-    """Send a message to the partner and receive one at the same time."""
+    """Send x to the partner and receive y from it at the same time."""
     if (partner := partner_of(group)) != group.rank():
         exchange(partner, x, partner, y)
 
@@ -100,9 +101,11 @@ def isend_irecv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
 class BenchOperation(NamedTuple):
     """An operation on x [blocks, count], which holds `sample_values`, with the result y [blocks, count].
 
-    expected(x, group): the first blocks of y, from the x of all ranks, [n, blocks, PERIOD]; None if this rank gets no
-    result. bus(n): bus bandwidth / algorithm bandwidth, as in nccl-tests' doc/PERFORMANCE.md; None for a barrier.
-
+    run: the operation, called with the group, x and y.
+    expected: returns the right first blocks of y, given the x of all n ranks, [n, blocks, PERIOD], and the group; None
+        if this rank gets no result.
+    bus: returns bus bandwidth / algorithm bandwidth for n ranks, as in nccl-tests' doc/PERFORMANCE.md. A barrier has
+        None.
     has_blocks: x and y have a block for each rank, and y is NaN at first; otherwise y begins as a copy of x.
     over: name of the subgroup.
     messages: number of consecutive point-to-point messages in a run.
@@ -117,7 +120,7 @@ class BenchOperation(NamedTuple):
 
 
 def all_reduce(kind: Any, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(0), over: str = "") -> BenchOperation:
-    """Return the operation of an all-reduce. combine(x): its expected result, from the values x [ranks, ...]."""
+    """Return the operation of an all-reduce. `combine` computes the right result from the values x [ranks, ...]."""
     return BenchOperation(
         lambda g, x, y: dist.all_reduce(y, kind, group=g), lambda x, g: combine(x), ring_factor, over=over
     )
@@ -128,9 +131,9 @@ def ring_factor(n: int) -> float:
     return 2 * (n - 1) / n
 
 
-# A rank keeps its own one of n blocks, and its link carries the other blocks.
+# One of n blocks stays on its rank, so a link carries n - 1 of n blocks.
 block_operation = functools.partial(BenchOperation, bus=lambda n: (n - 1) / n, has_blocks=True)
-# The operations have the order of the table.
+# The printed table has this order of operations.
 OPERATIONS = {
     "broadcast": BenchOperation(lambda g, x, y: dist.broadcast(y, group=g, group_src=0), lambda x, g: x[0]),
     "all_reduce_sum": all_reduce(dist.ReduceOp.SUM),
@@ -174,8 +177,8 @@ def sample_values(rank: int, blocks: int) -> Tensor:
 def run_and_check(
     operation: BenchOperation, group: ProcessGroup, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], object], int, float, bool]:
-    """Run an operation once, with buffers of at most `size` bytes. Return a function that repeats it, the bytes of a
-    buffer, the seconds on this rank, and whether this rank's result is right within the rounding of the dtype."""
+    """Run an operation once, with buffers of at most `size` bytes. Return a function that repeats the run, the bytes of
+    a buffer, the seconds on this rank, and whether this rank's result is right within the rounding of the dtype."""
     blocks = group.size() if operation.has_blocks else 1
     count = max(1, size // dtype.itemsize // blocks)
 
@@ -194,7 +197,7 @@ def run_and_check(
 
 
 def time_run(run: Callable[[], object], device: torch.device, group: ProcessGroup | None = None) -> float:
-    """Return the seconds of one run on this rank, from a barrier until the device has the result."""
+    """Call `run` after a barrier. Return the seconds until this rank's device has the result."""
     dist.barrier(group)
     synchronize(device)
     start = time.perf_counter()
@@ -216,7 +219,7 @@ def time_runs(run: Callable[[], object], device: torch.device, runs: int) -> Ten
 
 
 def check_deadline(deadline: float, what: str) -> None:
-    """Raise SkipOperation if the clock of rank 0 is past the deadline."""
+    """Raise SkipOperation on all ranks if the clock of rank 0 is past the deadline."""
     if gather_objects(time.monotonic() >= deadline)[0]:
         raise SkipOperation(f"{what} not measured within this operation's share of --limit")
 
@@ -229,8 +232,8 @@ def check_point_to_point(device: torch.device) -> None:
 
 
 class BandwidthRow(NamedTuple):
-    """An operation at one size. Times are in seconds, of the slowest rank of each run; bandwidths in 1e9 bytes per
-    second, or None for a barrier."""
+    """The results of an operation at one size. Times are seconds of the slowest rank of each run. Bandwidths are in 1e9
+    bytes per second, or None for a barrier."""
 
     operation: str
     bytes: int
@@ -253,12 +256,11 @@ class BandwidthRow(NamedTuple):
 def measure_sizes(
     name: str, groups: dict[str, ProcessGroup], device: torch.device, args: argparse.Namespace, deadline: float
 ) -> Iterator[BandwidthRow]:
-    """Try, check, then time one operation at every size. Every rank must call it; rank 0's clock decides about the
-    deadline.
+    """Try, check and time one operation at every size. Every rank must call this function. Rank 0's clock decides about
+    the deadline.
 
-    Raises SkipOperation if the operation, or a larger size, cannot be measured: the backend lacks it if all ranks fail
-    before anything is sent. Raises RuntimeError if only some ranks fail.
-    """
+    Raises SkipOperation at the deadline, and if all ranks fail because the backend does not offer the operation. Raises
+    RuntimeError if only some ranks fail."""
     operation, size = OPERATIONS[name], args.min_bytes
     if operation.messages:
         check_point_to_point(device)
@@ -288,9 +290,10 @@ def measure_sizes(
 
 
 def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> Tensor:
-    """[n, n] GB/s from each rank to each other, one pair at a time, in messages of PAIRS_BYTES; 0 on the diagonal.
+    """Return [n, n] GB/s: entry [i, j] is the bandwidth of messages of PAIRS_BYTES from rank i to rank j, 0 if i = j.
 
-    The receiver answers with one element, which ends the time. The value is the median of PAIRS_RUNS.
+    The pairs are measured one after the other. A run ends when the sender has one element as an answer. The median of
+    PAIRS_RUNS runs counts.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     if size > MAX_PAIR_RANKS:
@@ -308,13 +311,13 @@ def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> 
                 elif rank == receiver:
                     dist.recv(data, sender)
 
-        round_trip()  # The first message connects the two ranks.
+        round_trip()  # This untimed message connects the two ranks.
         bandwidth[pair] = PAIRS_BYTES / time_runs(round_trip, device, PAIRS_RUNS).median() / 1e9
     return bandwidth
 
 
 def pairs_table(bandwidth: Tensor) -> str:
-    """Format the matrix of the times of all pairs."""
+    """Format the bandwidths of `measure_pairs` as a table."""
     names = [str(rank) for rank in range(len(bandwidth))]
     cells = [[name, *(f"{x:.3f}" for x in row)] for name, row in zip(names, bandwidth.tolist(), strict=True)]
     title = f"GB/s from one rank (row) to another (column), {format_size(PAIRS_BYTES)} messages, one pair at a time"
@@ -322,8 +325,8 @@ def pairs_table(bandwidth: Tensor) -> str:
 
 
 def describe_pairs(bandwidth: Tensor, hosts: Sequence[str]) -> Iterator[str]:
-    """Yield the range of all pairs, then the ranks and pairs below half of the median. A rank is slow if most of its
-    pairs are slow, in both directions. With two ranks, neither can be blamed."""
+    """Yield a line with the range of all bandwidths, then a line for each slow rank or pair. A pair is slow below half
+    of the median. A rank is slow if most of its pairs are slow. With two ranks, no rank can be blamed."""
     n, values = len(bandwidth), bandwidth[bandwidth > 0]
     median = values.quantile(0.5)
     slow = (bandwidth > 0) & (bandwidth < median / 2)
@@ -391,8 +394,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_groups() -> dict[str, ProcessGroup]:
-    """Make the groups to measure: the world as "", and for an even world of at least four ranks "halves", and "across",
-    which holds each rank and its partner in the other half. Every rank must call this function."""
+    """Make the groups to measure, by name. "" has all ranks. With an even number of at least four ranks, "halves" has
+    this rank's half, and "across" has this rank and its partner in the other half. Every rank must call this
+    function."""
     groups = {"": dist.group.WORLD}
     if (size := dist.get_world_size()) >= 4 and size % 2 == 0:
         state = mpu.initialize_model_parallel(size // 2)
@@ -401,8 +405,7 @@ def make_groups() -> dict[str, ProcessGroup]:
 
 
 def measure_all(args: argparse.Namespace, device: torch.device, where: str) -> int:
-    """Measure the operations that the flags name and report them; returns the exit code. Do not start a training run
-    after a line that begins with WRONG."""
+    """Measure and report the operations that the flags name. Return the exit code, 1 if a result was wrong."""
     rank, hosts, groups = dist.get_rank(), gather_objects(os.uname().nodename), make_groups()
     log = functools.partial(print, flush=True) if rank == 0 else lambda line: None
     count = len(set(hosts))

@@ -5,9 +5,9 @@
     python tools/draw_schedule.py --pipeline-model-parallel-size 2 --pipeline-schedule interleaved \\
         --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --times 1,1.2,0.9
 
-F is forward, B backward, and W the gradients of the weights, which are a part of B if the schedule does not split it.
-The number of the micro-batch follows, and the letter of the chunk if a rank has several. A dot means that the rank
-waits. docs/explanation/parallelism.md explains the schedules.
+In the output, F is a forward, B a backward, and W the computation of weight gradients. B includes W unless the schedule
+splits the backward. The micro-batch's number follows the letter, then the letter of the chunk if a rank has several
+chunks. A dot means that the rank waits. docs/explanation/parallelism.md explains the schedules.
 """
 
 import argparse

@@ -18,7 +18,7 @@ TITLES = {
     "ignored": "Ignored with these values",
     "refused": "Refused: give the flag after the colon, or leave the flag out",
 }
-# These words are removed from the text of a flag, because the title of its section or the head of the page says them.
+# These words are removed from the text of a flag, because the title of its list or the head of the page says the same.
 REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash scripts/python\.sh ")
 
 
@@ -33,8 +33,8 @@ def section_lines(kind: type) -> list[str]:
 
 
 def rule_lines(rules: Mapping[str, CompatRule], heading: str) -> list[str]:
-    """Return the Markdown lines: a list for each status, such as "refused". Names with the same text share a line.
-    Flags without effect are left out: there are hundreds, and a run prints the reason of each."""
+    """Return Markdown lines with a list of flags for each status, such as "refused". Names with the same text share a
+    line. Hundreds of flags without effect are left out, because a run prints the reason why it ignores a flag."""
     names = collections.defaultdict[tuple[str, str], list[str]](list)
     for name, rule in rules.items():
         if rule.status == "ignored" and not rule.accepts and name.startswith("--"):

@@ -1,7 +1,7 @@
 """Train a GPT-2 with Megatron's flags, as a single process or under a launcher (dist/launch.py).
 
-Exit codes: 0 if the run ended as requested (including SIGTERM), 1 if it failed, 2 for bad input. For bad input one
-rank prints one line.
+Exit codes: 0 if the run ended as requested (including SIGTERM), 1 if it failed, 2 for bad input. Only one
+rank prints the line about bad input.
 """
 
 import functools
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_all_ranks(launch: Launch, args: Sequence[str]) -> int:
-    """Start the ranks of this machine. Flags are checked, and --help is answered, before any rank starts. Return the
-    exit code."""
+    """Start the ranks of this machine. An error in a flag, or --help, ends the program before any rank starts. Return
+    the exit code."""
     checkpoint_config = parse(args).checkpoint
     newest = functools.partial(
         newest_iteration, checkpoint_config, one_machine=launch.ranks_to_start == launch.world_size
