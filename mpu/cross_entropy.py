@@ -24,14 +24,16 @@ from mpu.mappings import enter_model_parallel_region
 from mpu.partition import check_ids, local_ids
 
 
-def vocab_parallel_targets(target: Tensor, number: int, columns: int, vocab_size: int) -> kernels.VocabParallelTargets:
-    """Return the targets [...] as seen by shard `number` of the vocabulary.
+def vocab_parallel_targets(
+    target: Tensor, shard_index: int, columns: int, vocab_size: int
+) -> kernels.VocabParallelTargets:
+    """Return the targets [...] as seen by a shard of the vocabulary.
 
     columns: width of a shard, with padding.
     """
-    first = number * columns
+    first_id = shard_index * columns
     return kernels.VocabParallelTargets(
-        min(max(vocab_size - first, 0), columns), *local_ids(target, first, first + columns)
+        min(max(vocab_size - first_id, 0), columns), *local_ids(target, first_id, first_id + columns)
     )
 
 
@@ -42,9 +44,9 @@ def _combine_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | No
         return None
 
     def combine(local: Tensor) -> Tensor:
-        everyone = local.new_empty((group.size(), *local.shape))
-        dist.all_gather(list(everyone), local.contiguous(), group=group)  # One collective replaces three.
-        max_logits, totals, target_logits = everyone.unbind(1)  # [tp, 3, ...] -> three of [tp, ...]
+        of_ranks = local.new_empty((group.size(), *local.shape))
+        dist.all_gather(list(of_ranks), local.contiguous(), group=group)  # One collective replaces three.
+        max_logits, totals, target_logits = of_ranks.unbind(1)  # [tp, 3, ...] -> three of [tp, ...]
         max_logit = max_logits.amax(dim=0)
         return torch.stack((max_logit, (totals * (max_logits - max_logit).exp()).sum(dim=0), target_logits.sum(dim=0)))
 

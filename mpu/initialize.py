@@ -109,21 +109,13 @@ def initialize_model_parallel(
     dp = world_size // (tp * pp)
     ranks = torch.arange(world_size).view(pp, dp, tp)  # [pipeline, data, tensor]
     pipelines = ranks.permute(1, 2, 0).reshape(-1, pp)
-
-    def own_group(groups: Tensor) -> ProcessGroup | None:
-        """Create a process group for each row of `groups`, and return the group of this rank. All ranks must create all
-        groups in the same order."""
-        if not dist.is_initialized():
-            return None
-        return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0]  # type: ignore[no-any-return]
-
-    tensor = model = own_group(ranks.view(-1, tp))
-    data = own_group(ranks.transpose(1, 2).reshape(-1, dp))
+    tensor = model = _new_group(ranks.view(-1, tp), timeout)
+    data = _new_group(ranks.transpose(1, 2).reshape(-1, dp), timeout)
     pipeline = embedding = None
     if pp > 1:
-        model = own_group(ranks.transpose(0, 1).reshape(dp, -1))
-        pipeline = own_group(pipelines)
-        embedding = own_group(pipelines[:, [0, -1]])
+        model = _new_group(ranks.transpose(0, 1).reshape(dp, -1), timeout)
+        pipeline = _new_group(pipelines, timeout)
+        embedding = _new_group(pipelines[:, [0, -1]], timeout)
     _default = ParallelState(
         tensor_model_parallel_group=tensor,
         pipeline_model_parallel_group=pipeline,
@@ -138,6 +130,23 @@ def initialize_model_parallel(
         data_parallel_size=dp,
     )
     return _default
+
+
+def _new_group(groups: Tensor, timeout: timedelta | None) -> ProcessGroup | None:
+    """Create a process group for each row of `groups`, and return the group of this rank. All ranks must create all
+    groups in the same order."""
+    if not dist.is_initialized():
+        return None
+    return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0]  # type: ignore[no-any-return]
+
+
+def new_tensor_and_data_parallel_group(timeout: timedelta | None = None) -> ProcessGroup | None:
+    """Create a group of all ranks of each pipeline stage (tensor x data), and return the group of this rank. Every rank
+    of the world must call this function."""
+    state = get_parallel_state()
+    if state.tensor_model_parallel_size == 1:
+        return state.data_parallel_group
+    return _new_group(torch.arange(state.world_size).view(state.pipeline_model_parallel_size, -1), timeout)
 
 
 def model_parallel_is_initialized() -> bool:

@@ -39,19 +39,16 @@ def batched_p2p_ops(
     NCCL runs them as one operation: all proceed at once. Transfers between two ranks are matched by their order.
     """
     operations = [
-        dist.P2POp(what, tensor, group=group, group_peer=peer)
-        for what, pairs in ((dist.isend, sends), (dist.irecv, receives))
+        dist.P2POp(operator, tensor, group=group, group_peer=peer)
+        for operator, pairs in ((dist.isend, sends), (dist.irecv, receives))
         for tensor, peer in pairs
     ]
     if not operations:
         return [], []
     works = dist.batch_isend_irecv(operations)
-    # gloo returns one work for each operation; NCCL returns one work for all of them.
-    one_each = len(works) == len(operations)
-    transfers = [
-        Transfer(tensor, [works[number]] if one_each else list(works))
-        for number, (tensor, _) in enumerate((*sends, *receives))
-    ]
+    if len(works) < len(operations):  # gloo returns one work for each operation; NCCL returns one work for all of them.
+        works *= len(operations)
+    transfers = [Transfer(tensor, [work]) for (tensor, _), work in zip((*sends, *receives), works, strict=True)]
     return transfers[: len(sends)], transfers[len(sends) :]
 
 
@@ -62,18 +59,24 @@ def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int
     return group if size > 1 else None, rank, size
 
 
-def send_forward(x: Tensor, group: ProcessGroup | None = None) -> None:
-    """Send x, of any shape, to the next rank of the pipeline. The last rank sends to the first (in megatron.core it
-    sends nothing). The function returns when x is sent."""
+def send_forward(x: Tensor, group: ProcessGroup | None = None, *, ring: bool = False) -> None:
+    """Send x, of any shape, to the next rank of the pipeline, and return when x is sent. The last rank sends nothing.
+
+    ring: the last rank sends to the first rank, which computes the next model chunk.
+    """
     group, rank, size = _pipeline(group)
-    if group is not None:
+    if group is not None and (ring or rank < size - 1):
         dist.send(x.contiguous(), group=group, group_dst=(rank + 1) % size)
 
 
-def recv_forward(into: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Receive from the previous rank of the pipeline into `into`, a contiguous tensor, and return it."""
+def recv_forward(into: Tensor, group: ProcessGroup | None = None, *, ring: bool = False) -> Tensor:
+    """Receive from the previous rank of the pipeline into `into`, a contiguous tensor, and return `into`. The first
+    rank receives nothing.
+
+    ring: the first rank receives from the last rank.
+    """
     group, rank, size = _pipeline(group)
-    if group is not None:
+    if group is not None and (ring or rank > 0):
         dist.recv(into, group=group, group_src=(rank - 1) % size)
     return into
 

@@ -150,11 +150,6 @@ def make_dropout_seeds(seed: int, sample_ids: Tensor, num_layers: int) -> Tensor
     return seeds
 
 
-def rank_local_dropout(x: Tensor, p: float) -> Tensor:
-    """Apply dropout whose mask is drawn from the tracker and differs between ranks. Any shape."""
-    with current_rng_tracker().fork():
-        return F.dropout(x, p)
-
 
 def apply_hidden_dropout(
     x: Tensor,
@@ -164,7 +159,6 @@ def apply_hidden_dropout(
     dropout_seeds: Tensor | None = None,
     location: int = EMBEDDING_DROPOUT,
     first_position: int = 0,
-    rank_local_dropout_fn: Callable[[Tensor, float], Tensor] = rank_local_dropout,
 ) -> Tensor:
     """Dropout of hidden states [s, b, h], or [s/tp, b, h] with sequence_parallel.
 
@@ -172,13 +166,13 @@ def apply_hidden_dropout(
         generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel,
         each rank holds a different part, and the mask is drawn from the tracker.
     first_position: the position of x[0] in the samples.
-    rank_local_dropout_fn: draws a mask from the tracker. A compiled layer passes a function outside its graph.
     """
     if p == 0:
         return x
     if dropout_seeds is not None:
         return kernels.seeded_dropout(x, p, dropout_seeds, location, first_position)
-    return rank_local_dropout_fn(x, p) if sequence_parallel else F.dropout(x, p)
+    with current_rng_tracker().fork() if sequence_parallel else contextlib.nullcontext():
+        return F.dropout(x, p)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from mpu.random import (
     apply_hidden_dropout,
     checkpoint_without_output,
     current_rng_tracker,
-    rank_local_dropout,
 )
 
 GELU_FORMS = ("tanh", "erf")
@@ -284,17 +283,13 @@ class ParallelTransformerLayer(nn.Module):
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"),
             submodules=submodules,
         )
-        # The function is an attribute because `compile` replaces it.
-        self.rank_local_dropout_fn = rank_local_dropout
         self._is_compiled = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`nn.Module.compile`, with torch.compile's arguments. The layer becomes one graph, with two exceptions: it
-        breaks at attention within documents, whose lengths differ in every batch, and without `dropout_seeds` where
-        dropout draws from the tracker, because torch.compile cannot trace a change of the random stream.
+        """`nn.Module.compile`, with torch.compile's arguments. The layer becomes one graph, which attention within
+        documents splits, because the lengths of documents differ in every batch. Dropout must have `dropout_seeds`.
         """
-        self.attention.eager_attention_fn = _disable_compile(core_attention)
-        self.rank_local_dropout_fn = _disable_compile(rank_local_dropout)
+        self.attention.eager_attention_fn = _eager_attention()
         super().compile(*args, **kwargs)
         self._is_compiled = True
 
@@ -348,7 +343,6 @@ class ParallelTransformerLayer(nn.Module):
             dropout_seeds=dropout_seeds,
             location=location,
             first_position=self.attention.dense.first_position(x),
-            rank_local_dropout_fn=self.rank_local_dropout_fn,
         )
 
 
@@ -394,9 +388,8 @@ class FusedTransformerLayer(ParallelTransformerLayer):
 
 
 @functools.cache
-def _disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that stays outside compiled graphs. It is cached, so that all layers share one graph.
-    torch.compiler.disable as a decorator would load the compiler at import, which takes 0.9 s."""
-    return torch.compiler.disable(  # type: ignore[no-any-return]
-        function, reason="a change of random stream, or the lengths of documents"
-    )
+def _eager_attention() -> Callable[..., Tensor]:
+    """Return `core_attention` as a function that stays outside compiled graphs. The result is cached, so that all
+    layers share one graph. torch.compiler.disable as a decorator would load the compiler at import, which takes
+    0.9 s."""
+    return torch.compiler.disable(core_attention, reason="the lengths of documents")  # type: ignore[no-any-return]

@@ -55,18 +55,23 @@ class StopRun(Exception):
 
 
 class Numerics(NamedTuple):
-    """Parts of a run that sum in a fixed order. With them, a data-parallel rank also reads successive samples of a
-    batch instead of every n-th sample, and the tied matrix has a separate bucket, in which its gradient is summed in
-    two parts.
+    """The parts of a run that decide in which order numbers are summed. The defaults are those of a run without hooks.
 
     submodules: the layer, head and loss classes of the model.
-    build_reducer: returns the gradient reducer, after it has set `model.tied_grad_sink`.
+    build_reducer: returns the gradient reducer, after it has set `model.tied_grad_sink` (default:
+        `train_state.build_reducer`).
     squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
+    contiguous_samples: whether a data-parallel rank reads successive samples of a batch instead of every n-th sample.
+    separate_tied_bucket: whether the tied matrix has a separate bucket. A pipeline always separates it.
+    batch_matrices: whether a GPU orthogonalizes several matrices together (--optimizer muon).
     """
 
-    submodules: mpu.ModelSubmodules
-    build_reducer: Callable[[ParamAndGradBuffer, GPT2Model, mpu.ParallelState], BucketReducer]
-    squared_norm: Callable[..., torch.Tensor]
+    submodules: mpu.ModelSubmodules = mpu.DEFAULT_SUBMODULES
+    build_reducer: Callable[[ParamAndGradBuffer, GPT2Model, mpu.ParallelState], BucketReducer] | None = None
+    squared_norm: Callable[..., torch.Tensor] = mpu.all_reduced_squared_norm
+    contiguous_samples: bool = False
+    separate_tied_bucket: bool = False
+    batch_matrices: bool = True
 
 
 class ExpectedMemory(NamedTuple):

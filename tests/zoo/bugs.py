@@ -247,7 +247,7 @@ BUGS = {
         changed(
             ParamAndGradBuffer,
             "__init__",
-            lambda original, *args, is_duplicate, **options: original(*args, is_duplicate=False, **options),
+            lambda original, *args, **options: original(*args, **options | {"tied_param_is_duplicate": False}),
         ),
         STAGES,
         "NVIDIA/Megatron-LM#7228",

@@ -698,6 +698,11 @@ class Config:
             "--pipeline-schedule zero-bubble and --compile: a compiled layer cannot compute the gradients of input and "
             "weights separately; leave one out",
         )
+        require(
+            not (self.train.compile and self.train.dropout_rng == "torch" and self.model.has_dropout),
+            "--dropout-rng torch and --compile: a compiled layer cannot change the random stream; leave one out, or "
+            "give --hidden-dropout 0 --attention-dropout 0",
+        )
 
     def _check_exact_layouts(self, parts: int) -> None:
         model, parallel, train = self.model, self.parallel, self.train

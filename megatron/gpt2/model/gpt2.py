@@ -209,15 +209,8 @@ def build_block_config(config: ModelConfig, **overrides: Any) -> TransformerBloc
 class GPT2Model(nn.Module):
     """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
 
-    With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate nearly does not depend on h,
-    for a constant head size d. With r = base width / h:
-
-        matrices of layers   initial standard deviation · √r; AdamW's rate and epsilon · r, so also their decay
-        logits               · r: the final layer norm starts at r, and AdamW's rate of it is multiplied by r
-        other parameters     as without muP, also the tied embeddings
-
-    The factor of the logits is a part of the weights, so everything that reads a checkpoint computes a usual GPT-2.
-    Attention divides by √d, as without muP: for a constant d this differs only by a constant from muP's d.
+    It contains the word and position embeddings, the transformer layers with a final layer norm, and the head, whose
+    weight is that of the word embeddings. A pipeline rank has only the parts of its model chunks.
 
     config: its vocab_size is the true size; None raises ValueError.
     block_config: a result of `build_block_config` (default: `build_block_config(config)`).
@@ -358,24 +351,33 @@ class GPT2Model(nn.Module):
             if layer_range.start == 0:
                 x = self._embed(tokens, positions)
             else:
-                x = mpu.recv_forward(self.empty_hidden(*tokens.shape))
+                x = mpu.recv_forward(self.empty_hidden(*tokens.shape), ring=True)
             x = self.transformer(x, cache=cache, layer_range=layer_range)
             if layer_range.stop < self.config.num_layers:
-                mpu.send_forward(x)
+                mpu.send_forward(x, ring=True)
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
 
     def lr_multipliers(self) -> dict[str, float]:
-        """Return the factors of AdamW's rate and epsilon by the names of parameters; those of other parameters are
-        1."""
+        """Return factors of AdamW's rate and epsilon by the names of parameters. The factor of other parameters is 1.
+
+        With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate nearly does not depend on
+        h, for a constant head size d. With r = base width / h:
+
+            matrices of layers   initial standard deviation · √r; AdamW's rate and epsilon · r, so also their decay
+            final layer norm     initial weight r, so logits · r; AdamW's rate and epsilon · r
+            other parameters     as without muP, also the tied embeddings
+
+        The weights contain the factor of the logits, so every program that reads a checkpoint computes a usual GPT-2.
+        Attention divides by √d and not, as in muP, by d: for a constant d the two differ only by a constant.
+        """
         named = self.transformer.named_parameters(prefix="transformer")
         scaled = [name for name, parameter in named if parameter.dim() == 2 or "final_layernorm" in name]
         return dict.fromkeys(scaled, self.config.mup_scale)
 
     def empty_hidden(self, b: int, s: int) -> Tensor:
         """Return an uninitialised tensor for the hidden states of the previous chunk: [s, b, h], or [s/tp, b, h]."""
-        some = next(self.parameters())
         part = mpu.divide(s, self.tp_size) if self.sequence_parallel else s
-        return some.new_empty(part, b, self.config.hidden_size)
+        return next(self.parameters()).new_empty(part, b, self.config.hidden_size)
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute this rank's logits [..., v/tp] of hidden states [..., h]. No gradient flows back."""
@@ -411,43 +413,25 @@ class GPT2Model(nn.Module):
         """Compile each transformer layer. All layers share one compiled graph; compiling the whole model would take
         minutes.
 
-        Each layer is one graph, including its collectives and dropout.
+        Each layer is one graph, including its collectives and its dropout, whose masks must come from `dropout_seed`.
 
-        by_document: `forward` will get `packed_seq_params`, which breaks the graph at attention. Masks from torch's
-            generators (without `dropout_seed`) break it at attention dropout, and under sequence parallelism also at
-            hidden dropout.
+        by_document: `forward` will get `packed_seq_params`, which breaks the graph at attention.
         """
-        config = self.config
-        draws = config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)
-        breaks = by_document or (draws and self.dropout_seed is None)
         for layer in filter(None, self.transformer.layers):
-            layer.compile(fullgraph=not breaks, backend=backend)
+            layer.compile(fullgraph=not by_document, backend=backend)
         self.is_compiled = True
 
 
 def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mpu.PartitionSpec]:
     """Return the spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
 
-    The specs are computed from a model with one layer on the meta device, because all layers are equal. Its group has
-    one rank and never communicates, so torch.distributed need not be initialised. tp_size only affects the
-    padding of the vocabulary.
+    The specs are computed from a model on the meta device. Its group has one rank and never communicates, so
+    torch.distributed need not be initialised. tp_size only affects the padding of the vocabulary.
     """
     multiple = math.lcm(config.make_vocab_size_divisible_by, tp_size)
-    alone = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
-    one = dataclasses.replace(config, num_layers=1, make_vocab_size_divisible_by=multiple)
-    model = GPT2Model(one, build_block_config(one, group=alone, device="meta"))
-    layer_specs, first = mpu.partition_specs(model), "transformer.layers.0."
-    layers = {
-        name.replace(first, f"transformer.layers.{number}."): spec
-        for number in range(config.num_layers)
-        for name, spec in layer_specs.items()
-        if name.startswith(first)
-    }
-    specs: dict[str, mpu.PartitionSpec] = {}
-    for name, spec in layer_specs.items():
-        # The layers have their place in the order of the model's parameters.
-        specs.update(layers if name in layers else {name: spec})
-    return specs
+    one_rank_group = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
+    config = dataclasses.replace(config, make_vocab_size_divisible_by=multiple)
+    return mpu.partition_specs(GPT2Model(config, build_block_config(config, group=one_rank_group, device="meta")))
 
 
 def count_parameters(config: ModelConfig, tp_size: int = 1) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class BucketReducer:
         # For each bucket that was sent, this has the collective and this rank's shard of the sum. It is None after the
         # shard was received.
         self._sent: list[tuple[dist.Work, Tensor] | None] = []
-        # the gradients that `collect` has not added yet, and their size
+        # the gradients that `_collect` has not added yet, and their size
         self._collected: dict[str, Tensor] = {}
         self._collected_bytes = 0
         self.begin(0)
@@ -107,9 +107,9 @@ class BucketReducer:
 
     def _mark_begun(self, name: str) -> bool:
         """Return True if this is the first gradient of the parameter `name` in this step."""
-        first = name not in self._begun
+        is_first = name not in self._begun
         self._begun.add(name)
-        return first
+        return is_first
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
         # A weak reference, because Python's garbage collector does not find a cycle through a hook of a parameter.
@@ -119,11 +119,11 @@ class BucketReducer:
             reducer = reference()
             if parameter.grad is not None and reducer is not None:  # If it is None, `add` has already added it.
                 gradient, parameter.grad = parameter.grad, None
-                reducer.collect(name, gradient)
+                reducer._collect(name, gradient)
 
         return on_grad_accumulated
 
-    def collect(self, name: str, gradient: Tensor) -> None:
+    def _collect(self, name: str, gradient: Tensor) -> None:
         """Add a gradient that autograd has computed, and mark it as complete. On a GPU several gradients are added in
         one launch, at the latest at the end of the backward pass."""
         if not gradient.is_cuda:
@@ -139,9 +139,9 @@ class BucketReducer:
 
     def _add_collected(self) -> None:
         gradients, self._collected, self._collected_bytes = self._collected, {}, 0
-        first = [name for name in gradients if self._mark_begun(name)]
-        later = [name for name in gradients if name not in first]
-        for names, add in ((first, False), (later, True)):
+        new_names = [name for name in gradients if self._mark_begun(name)]
+        begun_names = [name for name in gradients if name not in new_names]
+        for names, add in ((new_names, False), (begun_names, True)):
             if names:
                 kernels.add_grads_([self._grad(name) for name in names], [gradients[name] for name in names], add)
         for name in gradients:
@@ -186,7 +186,7 @@ class ShardedGradReducer(BucketReducer):
         """Start a step of `num_microbatches` rounds. A round is one micro-batch, which the base class treats as a step
         with one gradient per parameter. `_send_ready` starts each next round. The last call, with 0, awaits no
         gradient."""
-        self._remaining_rounds, self._received = num_microbatches, 0
+        self._remaining_rounds, self._num_received = num_microbatches, 0
         super().begin(1 if num_microbatches else 0)
 
     def _send_ready(self) -> None:
@@ -194,9 +194,9 @@ class ShardedGradReducer(BucketReducer):
         last bucket of a round, receive all and start the next round."""
         super()._send_ready()
         is_last = len(self._sent) == len(self._buffer.buckets)
-        while self._received < len(self._sent) - (0 if is_last else 1):
-            self._receive(self._received)
-            self._received += 1
+        while self._num_received < len(self._sent) - (0 if is_last else 1):
+            self._receive(self._num_received)
+            self._num_received += 1
         if is_last:
             self._sent.clear()
             self.begin(self._remaining_rounds - 1)
@@ -205,9 +205,9 @@ class ShardedGradReducer(BucketReducer):
         self._buffer.accumulate_shard(index, self._wait_for_bucket(index))
 
 
-class TiedGradReducer:
-    """Adds the gradient of the tied matrix to the reducer without autograd. This gradient has two parts, that of the
-    head and that of the embedding.
+class TiedGradAccumulator:
+    """Implements `TiedGradSink`: adds the gradient of the tied matrix to the reducer without autograd. This gradient
+    has two parts: the head's and the embedding's.
 
     name: the name under which the gradient of the head is reduced.
     embedding_name: the name under which the gradient of the embedding is reduced.

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
+from mpu.initialize import new_tensor_and_data_parallel_group
 
 # With Keller Jordan's coefficients, singular values end between 0.7 and 1.2 after 5 steps. Smaller values grow by up to
 # 3.4445 in each step.
@@ -65,7 +65,7 @@ def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 class MuonOptimizer(MixedPrecisionOptimizer):
-    """Updates `buffer.matrices` of `model` with Muon, and the other parameters with AdamW.
+    """Updates `buffer.muon_params` of `model` with Muon, and the other parameters with AdamW.
 
     others: the arguments of `MixedPrecisionOptimizer`.
     batch_elements: how many elements of matrices a rank may orthogonalize together; it takes at least one matrix. A
@@ -78,11 +78,12 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         self._specs, self._heads = mpu.partition_specs(model), model.config.num_attention_heads
         self._mup_scale = model.config.mup_scale
         self._tensor_rank, self._tensor_size = model.tp_rank, model.tp_size
-        self._group = self._ranks_of_a_matrix(model.group, timeout)
-        self._matrix_indices = [i for i, owned in enumerate(self.buffer.owned_ranges) if owned.group_key.is_matrix]
+        # the ranks that hold the parts of a matrix
+        self._group = new_tensor_and_data_parallel_group(timeout) if self.buffer.is_sharded else model.group
+        self._matrix_indices = [i for i, owned in enumerate(self.buffer.owned_ranges) if owned.group_key.uses_muon]
         self._empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
         # Matrices of equal shape are neighbours. Rank 1 of 4 orthogonalizes the matrices 1, 5, 9, ... of a round.
-        shapes = {name: self.buffer.parameters[name].shape for name in self.buffer.matrices}
+        shapes = {name: self.buffer.parameters[name].shape for name in self.buffer.muon_params}
         names = sorted(shapes, key=lambda name: (shapes[name].numel(), shapes[name]), reverse=True)
         self._ranks = len(self.buffer.elements_by_rank(names[0])) * self._tensor_size  # of `_group`
         self._rounds: list[list[str]] = []
@@ -91,16 +92,6 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             self._rounds.append(names[:length])
             names = names[length:]
 
-    def _ranks_of_a_matrix(self, tensor_group: ProcessGroup | None, timeout: timedelta | None) -> ProcessGroup | None:
-        """Return the ranks that hold the parts of a matrix: the tensor-parallel group, or with a sharded optimizer all
-        ranks of this pipeline stage."""
-        parallel = mpu.get_parallel_state()
-        if not self.buffer.is_sharded:
-            return tensor_group
-        if self._tensor_size == 1:
-            return parallel.data_parallel_group
-        stages = torch.arange(parallel.world_size).view(parallel.pipeline_model_parallel_size, -1)
-        return dist.new_subgroups_by_enumeration(stages.tolist(), timeout=timeout)[0]  # type: ignore[no-any-return]
 
     def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         super()._update(grads, rate, grad_scale, found_inf)

@@ -169,9 +169,10 @@ class MixedPrecisionOptimizer:
         self.found_inf, self.grad_norm = torch.zeros(2, dtype=torch.float32, device=device).unbind()
         self.learning_rate = self._lr_by_update[0].clone()
 
-        self._host_grads = buffer.zeros_like_owned_ranges(pinned=True) if buffer.offloaded else None
+        self._host_grads = buffer.zeros_like_owned_ranges(pinned=True) if buffer.is_offloaded else None
         self._config = config
-        self.moments = {name: buffer.zeros_like_owned_ranges(matrices=name == "exp_avg") for name in MOMENTS}
+        # Muon has only the first moment.
+        self.moments = {name: buffer.zeros_like_owned_ranges(for_muon_params=name == "exp_avg") for name in MOMENTS}
         self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in buffer.masters]
 
     def step(self) -> None:
@@ -235,25 +236,22 @@ class MixedPrecisionOptimizer:
         self.learning_rate.copy_(self._lr_by_update.index_select(0, index.view(1)).view(()))
 
     def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Update the masters, and round them."""
+        """Update the masters with AdamW, and round them to `model_weights`. One call of the kernel updates all ranges
+        with equal weight decay and rate. Parameters that Muon updates are left out."""
         config, buffer = self._config, self.buffer
         groups = collections.defaultdict[tuple[bool, float], list[int]](list)
         for index, (_, _, key) in enumerate(buffer.owned_ranges):
-            if not key.is_matrix:
+            if not key.uses_muon:
                 groups[key.decays, key.lr_multiplier].append(index)
-        weights = [] if buffer.model_weights is buffer.masters else buffer.model_weights
+        masters_are_weights = buffer.model_weights is buffer.masters  # in fp32
         for (decays, multiplier), indices in groups.items():
-            masters, gradients, exp_avgs, exp_avg_sqs, steps, params = (
-                [tensors[index] for index in indices if tensors]
-                for tensors in (buffer.masters, grads, *self.moments.values(), self._adam_steps, weights)
+            *operands, weights = (
+                [tensors[index] for index in indices]
+                for tensors in (buffer.masters, grads, *self.moments.values(), self._adam_steps, buffer.model_weights)
             )
             kernels.adamw_(
-                masters,
-                gradients,
-                exp_avgs,
-                exp_avg_sqs,
-                steps,
-                params,
+                *operands,
+                [] if masters_are_weights else weights,
                 rate if multiplier == 1 else rate * multiplier,
                 grad_scale,
                 found_inf,
@@ -274,7 +272,7 @@ class MixedPrecisionOptimizer:
         for name in self.buffer.ranges:
             index, part, start = self.buffer.owned_part(name)
             yield ParamShard("master", name, self.buffer.masters[index][part], start)
-            for moment in MOMENTS[:1] if name in self.buffer.matrices else MOMENTS:
+            for moment in MOMENTS[:1] if name in self.buffer.muon_params else MOMENTS:
                 yield ParamShard(moment, name, self.moments[moment][index][part], start)
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,15 +25,19 @@ from mpu.grads import is_sequence_parallel
 # Every parameter and every shard starts at a multiple of this number of elements. So matrices in 16 bits are aligned to
 # 128 bytes, and vectorised kernels need no separate code for a remainder, which could round differently.
 _ALIGNMENT = 64
+# the groups of neighbours in the buffer: (is_tensor_parallel, decays). Both groups of small parameters are in the
+# middle, so that few buckets contain them.
+GROUP_ORDER = [(True, True), (True, False), (False, False), (False, True)]
 
 
 class ParamGroupKey(NamedTuple):
-    """The treatment that all parameters of an `OwnedRange` have in common."""
+    """The properties that all parameters of an `OwnedRange` share. They decide how a gradient is summed and counted in
+    the norm, and how the optimizer updates the parameter."""
 
     is_tensor_parallel: bool
     is_sequence_parallel: bool  # The gradient of each tensor-parallel rank is a partial sum.
     decays: bool  # Weight decay applies to matrices, not to biases and layer norms.
-    is_matrix: bool  # Muon updates it.
+    uses_muon: bool
     lr_multiplier: float  # of AdamW's rate and epsilon
     is_duplicate: bool  # Another pipeline stage has the same parameter and counts it in the norm.
 
@@ -82,8 +86,8 @@ class ParamAndGradBuffer:
     offloaded: whether the state of the optimizer is in host memory.
     tied_param: a parameter of which another pipeline stage has a copy. It has a separate bucket, so that both stages
         shard it alike.
-    is_duplicate: whether the other stage counts the tied parameter in the norm.
-    matrices: the parameters that Muon updates.
+    tied_param_is_duplicate: whether the other stage counts the tied parameter in the norm.
+    muon_params: the parameters that Muon updates.
     lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).
 
     Further attributes:
@@ -112,16 +116,17 @@ class ParamAndGradBuffer:
         sharded: bool = False,
         offloaded: bool = False,
         tied_param: str | None = None,
-        is_duplicate: bool = False,
-        matrices: Collection[str] = (),
+        tied_param_is_duplicate: bool = False,
+        muon_params: Collection[str] = (),
         lr_multipliers: Mapping[str, float] | None = None,
     ) -> None:
         self.shard_rank, self._num_shards = (data_parallel_rank, data_parallel_size) if sharded else (0, 1)
-        self.is_sharded, self.offloaded = self._num_shards > 1, offloaded
+        self.is_sharded, self.is_offloaded = self._num_shards > 1, offloaded
 
         parameters = dict(module.named_parameters())
         self.tied_param = tied_param if tied_param in parameters else None
-        self._tied_is_duplicate, self.matrices, self._lr_multipliers = is_duplicate, matrices, lr_multipliers or {}
+        self._tied_param_is_duplicate = tied_param_is_duplicate
+        self.muon_params, self._lr_multipliers = muon_params, lr_multipliers or {}
         # `sorted` keeps the order of equal elements, so the last layers are first.
         self.parameters = dict(sorted(reversed(parameters.items()), key=lambda item: self._sort_key(*item)))
         self._build_buckets(bucket_size, data_parallel_size)
@@ -152,20 +157,15 @@ class ParamAndGradBuffer:
             is_tensor_parallel=getattr(parameter, "model_parallel", False),
             is_sequence_parallel=is_sequence_parallel(parameter),
             decays=parameter.dim() >= 2,
-            is_matrix=name in self.matrices,
+            uses_muon=name in self.muon_params,
             lr_multiplier=self._lr_multipliers.get(name, 1.0),
-            is_duplicate=name == self.tied_param and self._tied_is_duplicate,
+            is_duplicate=name == self.tied_param and self._tied_param_is_duplicate,
         )
 
-    def _sort_key(self, name: str, parameter: nn.Parameter) -> tuple[bool, ...]:
-        # Decayed parameters are first in the split part, and last in the replicated part. False sorts before True.
+    def _sort_key(self, name: str, parameter: nn.Parameter) -> tuple[int, bool, bool]:
         key = self._group_key(name, parameter)
-        return (
-            not key.is_tensor_parallel,
-            key.is_tensor_parallel != key.decays,
-            key.is_sequence_parallel,
-            name == self.tied_param,
-        )
+        group = GROUP_ORDER.index((key.is_tensor_parallel, key.decays))
+        return group, key.is_sequence_parallel, name == self.tied_param
 
     def _build_buckets(self, bucket_size: int, data_parallel_size: int) -> None:
         """Set `ranges` and `buckets`: the position of each parameter, and the ranges that are sent as a whole."""
@@ -278,20 +278,20 @@ class ParamAndGradBuffer:
         return [max(min(parameter.stop, start + length) - max(parameter.start, start), 0) for start in starts]
 
     def zeros_like_owned_ranges(
-        self, dtype: torch.dtype = torch.float32, *, pinned: bool = False, matrices: bool = True
+        self, dtype: torch.dtype = torch.float32, *, pinned: bool = False, for_muon_params: bool = True
     ) -> list[Tensor]:
         """Return a tensor of zeros for each range in `owned_ranges`, on the device of the optimizer's state.
 
         pinned: pin the memory if it is on the host.
-        matrices: if false, the tensors of matrices are empty.
+        for_muon_params: if false, the tensors for the parameters that Muon updates are empty.
         """
         sizes = [
-            owned.range.stop - owned.range.start if matrices or not owned.group_key.is_matrix else 0
+            owned.range.stop - owned.range.start if for_muon_params or not owned.group_key.uses_muon else 0
             for owned in self.owned_ranges
         ]
         device = self.params.device
         on_host = {"device": "cpu", "pin_memory": pinned and device.type == "cuda"}
-        zeros = torch.zeros(sum(sizes), dtype=dtype, **(on_host if self.offloaded else {"device": device}))
+        zeros = torch.zeros(sum(sizes), dtype=dtype, **(on_host if self.is_offloaded else {"device": device}))
         return list(zeros.split(sizes))
 
     def copy_masters_to_params(self) -> None:
@@ -307,7 +307,7 @@ class ParamAndGradBuffer:
 
     def copy_model_weights_to_params(self) -> None:
         """Copy `model_weights` that are in host memory into this rank's shards of `params`."""
-        if self.offloaded:
+        if self.is_offloaded:
             for owned, weights in zip(self.owned_ranges, self.model_weights, strict=True):
                 self.params[owned.range].copy_(weights, non_blocking=True)
 

@@ -93,7 +93,7 @@ class TrainingData:
             data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples,
             prefetch=config.data.num_workers,
-            contiguous=self._context.numerics is not None,
+            contiguous=self._context.numerics.contiguous_samples,
             collate_fn=lambda token_ids, numbers: (
                 self.to_host_tensor(token_ids),
                 self.to_host_tensor(numbers + skipped),

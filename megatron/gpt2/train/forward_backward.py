@@ -6,7 +6,7 @@ the schedule is forward and backward of one micro-batch after the other.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,19 @@ from megatron.gpt2.pipeline.p2p_schedule import CommStep, P2PMessage, build_p2p_
 from megatron.gpt2.pipeline.schedule import Action, PipelineSchedule
 from megatron.gpt2.train.train_state import TrainState
 from mpu.layers import ParallelLinear
+
+class SavedForBackward(NamedTuple):
+    """Saved between forward and backward of a micro-batch in one model chunk.
+
+    hidden: the input from the previous chunk; None for the first chunk.
+    root: the loss, or the scalar of `_DeallocateOutput`. Backward starts from `root`.
+    received_gradient: the gradient of the output, after the next chunk has sent it.
+    """
+
+    hidden: Tensor | None
+    root: Tensor
+    received_gradient: list[Tensor]
+
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
 PassKey = tuple[int, int]  # the model chunk and the micro-batch
@@ -46,9 +59,7 @@ class ForwardBackward:
             lambda num_microbatches: build_p2p_schedule(pipeline_schedule(num_microbatches))[self._rank]
         )
         self._weight_grads = WeightGradStore(state) if schedule.splits_backward else None
-        # Kept between forward and backward of a micro-batch: (input, root of the autograd graph, list for the output's
-        # gradient).
-        self._saved_for_backward: dict[PassKey, tuple[Tensor | None, Tensor, list[Tensor]]] = {}
+        self._saved_for_backward: dict[PassKey, SavedForBackward] = {}
         self.micro_batches: Sequence[MicroBatch] = ()
         self._losses: list[Tensor] = []
         self._received: dict[MessageKey, mpu.Transfer] = {}
@@ -79,10 +90,10 @@ class ForwardBackward:
         for layer_range in model.layer_ranges:
             hidden = None
             if layer_range.start > 0:
-                hidden = mpu.recv_forward(model.empty_hidden(*micro_batch["tokens"].shape), self._group)
+                hidden = mpu.recv_forward(model.empty_hidden(*micro_batch["tokens"].shape), self._group, ring=True)
             out = model(**micro_batch, layer_range=layer_range, hidden=hidden)
             if layer_range.stop < model.config.num_layers:
-                mpu.send_forward(out, self._group)
+                mpu.send_forward(out, self._group, ring=True)
         return out if model.has_head else torch.zeros((), device=out.device)
 
     def _communicate(self, step: CommStep) -> None:
@@ -114,26 +125,27 @@ class ForwardBackward:
             arguments |= {"layer_range": self._state.model.layer_ranges[action.model_chunk], "hidden": hidden}
         with self._timers("forward"):
             root = self._state.model(**arguments)
-        received_gradient: list[Tensor] = []  # `_backward` puts the next stage's gradient into it
+        received_gradient: list[Tensor] = []
         if virtual_stage == self._last_virtual_stage:
             self._losses.append(root.detach())
         else:
             self._to_send["activation", virtual_stage + 1, micro_batch] = root.detach().contiguous()
             root = _DeallocateOutput.apply(root, received_gradient)
-        self._saved_for_backward[action.model_chunk, micro_batch] = hidden, root, received_gradient
+        saved = SavedForBackward(hidden, root, received_gradient)
+        self._saved_for_backward[action.model_chunk, micro_batch] = saved
 
     def _backward(self, action: Action) -> None:
         """Run the backward pass of a micro-batch, from the loss or from the gradient that the next stage has sent. Keep
         the gradient of the input, which is sent next."""
         virtual_stage, micro_batch = action.model_chunk * self._size + self._rank, action.micro_batch
-        hidden, root, received_gradient = self._saved_for_backward.pop((action.model_chunk, micro_batch))
+        saved = self._saved_for_backward.pop((action.model_chunk, micro_batch))
         if virtual_stage < self._last_virtual_stage:
-            received_gradient.append(self._received.pop(("gradient", virtual_stage, micro_batch)).wait())
+            saved.received_gradient.append(self._received.pop(("gradient", virtual_stage, micro_batch)).wait())
         with self._timers("backward"):
-            root.backward()
-        if hidden is not None:
-            assert hidden.grad is not None
-            self._to_send["gradient", virtual_stage - 1, micro_batch] = hidden.grad
+            saved.root.backward()
+        if saved.hidden is not None:
+            assert saved.hidden.grad is not None
+            self._to_send["gradient", virtual_stage - 1, micro_batch] = saved.hidden.grad
         if self._weight_grads is not None:
             self._weight_grads.flush((action.model_chunk, micro_batch))
 

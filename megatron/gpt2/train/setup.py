@@ -95,9 +95,9 @@ class RunContext:
         return incident_log
 
     @cached_property
-    def numerics(self) -> Numerics | None:
-        """The parts of the run that an extension replaces, see `Hook.numerics`."""
-        return self.hooks.call_first(Hook.numerics, self.device)
+    def numerics(self) -> Numerics:
+        """The parts of the run that a hook may replace, see `Hook.numerics`."""
+        return self.hooks.call_first(Hook.numerics, self.device) or Numerics()
 
     @property
     def global_batch_size(self) -> int:

@@ -19,7 +19,7 @@ from megatron.gpt2.optimizer.bucket_reducer import (
     BucketReducer,
     ParamAllGather,
     ShardedGradReducer,
-    TiedGradReducer,
+    TiedGradAccumulator,
     choose_bucket_size,
 )
 from megatron.gpt2.optimizer.muon import GPU_BATCH_ELEMENTS, MuonOptimizer, layer_matrices
@@ -80,9 +80,9 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     seed_random_streams(config.train.seed, parallel, context.device)
     for line in [*attention_lines(context, parallel), *ignored_flags(config, context.device.type)]:
         log(line)
-    model = build_model(context, parallel, numerics.submodules if numerics else mpu.DEFAULT_SUBMODULES)
-    # Other ranks add to the gradient of the tied weight, or a hook fixes the order in which its parts are added.
-    is_shared = parallel.embedding_group is not None or numerics is not None
+    model = build_model(context, parallel, numerics.submodules)
+    # The first and the last stage must shard the tied weight alike.
+    separate_tied_bucket = parallel.embedding_group is not None or numerics.separate_tied_bucket
     buffer = ParamAndGradBuffer(
         model,
         context.dtype,
@@ -91,16 +91,15 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         data_parallel_size=parallel.data_parallel_size,
         sharded=parallel_config.use_distributed_optimizer,
         offloaded=parallel_config.cpu_offload_optimizer,
-        tied_param=TIED_WEIGHT if is_shared else None,
-        is_duplicate=not model.has_embeddings,
-        matrices=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
+        tied_param=TIED_WEIGHT if separate_tied_bucket else None,
+        tied_param_is_duplicate=not model.has_embeddings,
+        muon_params=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
         lr_multipliers=model.lr_multipliers(),
     )
-    make_reducer = numerics.build_reducer if numerics else functools.partial(build_reducer, parallel_config)
+    make_reducer = numerics.build_reducer or functools.partial(build_reducer, parallel_config)
     reducer = make_reducer(buffer, model, parallel)
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
-    squared_norm = numerics.squared_norm if numerics else mpu.all_reduced_squared_norm
-    optimizer = build_optimizer(context, model, buffer, param_gather, squared_norm)
+    optimizer = build_optimizer(context, model, buffer, param_gather)
     return TrainState(model=model, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer)
 
 
@@ -165,22 +164,20 @@ def build_optimizer(
     model: GPT2Model,
     buffer: ParamAndGradBuffer,
     param_gather: ParamAllGather,
-    squared_norm: Callable[..., Tensor],
 ) -> MixedPrecisionOptimizer:
     config, batch = context.config, context.global_batch_size
     steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
-    # A batch can round differently than its matrices would, and the layout decides which matrices are in a batch.
-    in_batches = context.device.type == "cuda" and config.parallel.exact_layouts is None
+    in_batches = context.device.type == "cuda" and context.numerics.batch_matrices
     batch_elements = GPU_BATCH_ELEMENTS if in_batches else 0
     muon = functools.partial(MuonOptimizer, model, batch_elements=batch_elements, timeout=context.timeout)
-    optimizer_class = muon if buffer.matrices else MixedPrecisionOptimizer
+    optimizer_class = muon if buffer.muon_params else MixedPrecisionOptimizer
     return optimizer_class(
         buffer,
         param_gather,
         config.optimizer,
         LossScaler(config.optimizer, context.dtype, context.device),
         torch.from_numpy(learning_rates(config.optimizer, context.decay_iters, batch, steps_so_far)),
-        squared_norm,
+        context.numerics.squared_norm,
     )
 
 
@@ -196,7 +193,7 @@ def build_reducer(
         in_bf16=config.grad_reduce_in_bf16,
         embedding_group=parallel.embedding_group,
     )
-    model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, TIED_WEIGHT, joins_parts=has_both_parts)
+    model.tied_grad_sink = TiedGradAccumulator(reducer, TIED_WEIGHT, TIED_WEIGHT, joins_parts=has_both_parts)
     return reducer
 
 

@@ -12,7 +12,7 @@ from megatron.gpt2.extensions.exact.reducer import EMBEDDING_GRADIENT, ExactBuck
 from megatron.gpt2.extensions.exact.transformer import exact_submodules
 from megatron.gpt2.hooks import Hook, Numerics
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
-from megatron.gpt2.optimizer.bucket_reducer import TiedGradReducer
+from megatron.gpt2.optimizer.bucket_reducer import TiedGradAccumulator
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
@@ -41,15 +41,23 @@ class ExactLayouts(Hook):
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
 
     def numerics(self, device: torch.device) -> Numerics:
-        """Return the layers, the reducer and the norm of this extension."""
+        """Return the layers, the reducer and the norm of this extension. A batch of matrices could round differently
+        than single matrices, and the layout decides which matrices are in a batch."""
         block = norm_block_size(self._virtual_ranks, self._shape.hidden_size, self._shape.ffn_size, device=device)
         norm = functools.partial(exact_squared_norm, block=block)
-        return Numerics(exact_submodules(self._virtual_ranks), build_reducer, norm)
+        return Numerics(
+            exact_submodules(self._virtual_ranks),
+            build_reducer,
+            norm,
+            contiguous_samples=True,
+            separate_tied_bucket=True,
+            batch_matrices=False,
+        )
 
 
 def build_reducer(buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
     """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""
     embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
     reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
-    model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, embedding_gradient)
+    model.tied_grad_sink = TiedGradAccumulator(reducer, TIED_WEIGHT, embedding_gradient)
     return reducer

@@ -138,7 +138,7 @@ def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Ten
     """Yield the kind of each 1-D state buffer of this rank, the buffer, and the element range of each parameter."""
     buffer = optimizer.buffer
     yield "weight", buffer.params, [(elements.start, elements.stop) for elements in buffer.ranges.values()]
-    has_masters = buffer.params.dtype != torch.float32 or buffer.offloaded
+    has_masters = buffer.params.dtype != torch.float32 or buffer.is_offloaded
     for kind, parts in (*([("master", buffer.masters)] if has_masters else []), *optimizer.moments.items()):
         starts = [0, *itertools.accumulate(part.numel() for part in parts)]
         owned = [

@@ -122,8 +122,8 @@ def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, 
         data_parallel_rank=dp_rank,
         data_parallel_size=layout.data_parallel,
         tied_param=TIED_WEIGHT if layout.pipeline > 1 else None,
-        is_duplicate=pp_rank > 0,
-        matrices=layer_matrices(model) if muon else (),
+        tied_param_is_duplicate=pp_rank > 0,
+        muon_params=layer_matrices(model) if muon else (),
     )
     param_gather: Any = OneRankWork()
     adam = OptimizerConfig()
