@@ -42,10 +42,8 @@ def check(rank: int, world_size: int) -> None:
     torch.testing.assert_close(mine.grad, d_logits, rtol=1e-5, atol=1e-6)
 
     # Without vocab_size no column is masked, as in 2019.
-    everything = F.cross_entropy(hidden @ weight.t(), target, reduction="none")
-    torch.testing.assert_close(
-        mpu.vocab_parallel_cross_entropy(mine.detach(), target), everything, rtol=1e-5, atol=1e-5
-    )
+    unmasked = F.cross_entropy(hidden @ weight.t(), target, reduction="none")
+    torch.testing.assert_close(mpu.vocab_parallel_cross_entropy(mine.detach(), target), unmasked, rtol=1e-5, atol=1e-5)
 
     # rows: the number of rows of logits that are in float32 at a time.
     for chunk, rows in ((TOKENS, TOKENS), (16, TOKENS), (16, 3)):
@@ -72,19 +70,12 @@ def check(rank: int, world_size: int) -> None:
     for grad, expected in ((h3.grad, h.grad), (w3.grad, w.grad[own])):
         assert grad.dtype == torch.float32 and (grad.double() - expected).norm() <= 2e-2 * w.grad.norm()
 
-    # No id means "ignore", not even the default of F.cross_entropy. Padding columns are not valid targets.
-    for bad in (-100, VOCAB):
-        wrong = target.clone()
-        wrong[7] = bad
-        with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary, 0 to {VOCAB - 1}; to leave"):
-            mpu.vocab_parallel_cross_entropy(mine, wrong, vocab_size=VOCAB)
-        with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary"):
-            mpu.vocab_parallel_linear_cross_entropy(h3, w3, wrong, token_weight, vocab_size=VOCAB)
-    with pytest.raises(IndexError, match=f"^the target {PADDED} is not in the vocabulary, 0 to {PADDED - 1}"):
-        mpu.vocab_parallel_cross_entropy(mine, torch.full_like(target, PADDED))
-
-    with pytest.raises(TypeError, match="positional"):  # megatron.core's third argument is label_smoothing
-        mpu.vocab_parallel_cross_entropy(mine, target, 0.0)  # type: ignore[call-arg, arg-type]
+    # Padding columns are not valid targets.
+    wrong = target.index_fill(0, torch.tensor([7]), VOCAB)
+    with pytest.raises(IndexError, match=f"^the target {VOCAB} is not in the vocabulary, 0 to {VOCAB - 1}"):
+        mpu.vocab_parallel_cross_entropy(mine, wrong, vocab_size=VOCAB)
+    with pytest.raises(IndexError, match=f"^the target {VOCAB} is not in the vocabulary"):
+        mpu.vocab_parallel_linear_cross_entropy(h3, w3, wrong, token_weight, vocab_size=VOCAB)
 
     # Very large logits do not overflow.
     big = mpu.vocab_parallel_cross_entropy(1e4 * mine.detach(), target, vocab_size=VOCAB)
@@ -118,14 +109,9 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
         mpu.vocab_parallel_linear_cross_entropy(h, w, target, token_weight, vocab_size=512).backward()
         return w.grad.float()
 
-    exact = grads(torch.float32, tokens)
-    scaled = grads(torch.float16, tokens * scale) / scale
-    unscaled = grads(torch.float16, tokens)
-    visible = exact.abs() > 2.0**-24 / scale  # The bound is fp16's smallest number, divided by the scale.
-    assert (scaled[visible] == 0).sum() == 0
-    assert (unscaled[visible] == 0).float().mean() > 0.5, (
-        "without scaling most gradients must become 0, or the test shows nothing"
-    )
+    visible = grads(torch.float32, tokens).abs() > 2.0**-24 / scale  # fp16's smallest number, divided by the scale
+    assert grads(torch.float16, tokens * scale)[visible].all()
+    assert not grads(torch.float16, tokens)[visible].all(), "without scaling some gradients must become 0"
 
 
 class MemoryCounter(TorchDispatchMode):
@@ -161,7 +147,7 @@ def id_of(x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_logits_are_never_all_in_memory(dtype: torch.dtype):
+def test_the_logits_are_never_all_in_memory(dtype: torch.dtype) -> None:
     """With 8,192 tokens, memory has the two gradients, and at most a tenth of the float32 logits."""
     mpu.initialize_model_parallel(1)
     tokens, vocab, size = 8192, 4096, 64
@@ -175,15 +161,7 @@ def test_the_logits_are_never_all_in_memory(dtype: torch.dtype):
     assert 1 / 40 < extra <= 1 / 10, f"{extra:.1%} of the logits"
 
 
-def test_without_gradients_less_is_computed():
-    """An evaluation needs a third of the matrix products, and allocates no gradient."""
-    mpu.initialize_model_parallel(1)
-    hidden, weight = torch.randn(256, 64, requires_grad=True), torch.randn(4096, 64, requires_grad=True)
-    given = hidden, weight, torch.randint(0, 4096, (256,)), torch.ones(256)
-    with MemoryCounter() as training:
-        loss = mpu.vocab_parallel_linear_cross_entropy(*given, vocab_size=4096, chunk_size=64)
     with torch.no_grad(), MemoryCounter() as evaluation:
-        assert torch.equal(mpu.vocab_parallel_linear_cross_entropy(*given, vocab_size=4096, chunk_size=64), loss)
-    assert (training.calls["mm"] + training.calls["addmm_"], evaluation.calls["mm"]) == (12, 4)
-    assert evaluation.calls["addmm_"] == evaluation.calls["scatter_add_"] == 0
-    assert evaluation.peak <= training.peak - hidden.nbytes - weight.nbytes
+        mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, token_weight, vocab_size=vocab)
+    assert evaluation.peak <= counter.peak - gradients, "an evaluation allocates no gradient"
+    assert 3 * evaluation.calls["mm"] <= counter.calls["mm"] + counter.calls["addmm_"]

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mpu
 from tests.distributed import run_ranks
 
 
 def groups(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    import torch.distributed as dist
-
     with pytest.raises(ValueError, match="world size 4 is not divisible by the tensor-parallel size 3"):
         mpu.initialize_model_parallel(3)
-    assert not mpu.model_parallel_is_initialized()
     found = []
     for size in (1, 2, 4):
         state = mpu.initialize_model_parallel(size)
-        assert mpu.model_parallel_is_initialized()
         assert (state.rank, state.world_size) == (rank, world_size)
-        assert mpu.get_model_parallel_world_size() * mpu.get_data_parallel_world_size() == world_size
-        assert mpu.get_model_parallel_group().size() == size
-        assert mpu.get_model_parallel_src_rank() == dist.get_process_group_ranks(mpu.get_model_parallel_group())[0]
-        found += [
-            tuple(dist.get_process_group_ranks(mpu.get_model_parallel_group())),
-            tuple(dist.get_process_group_ranks(mpu.get_data_parallel_group())),
-            (mpu.get_model_parallel_rank(), mpu.get_data_parallel_rank()),
-        ]
+        assert (mpu.get_model_parallel_world_size(), mpu.get_data_parallel_world_size()) == (size, 4 // size)
+        model, data = map(dist.get_process_group_ranks, (state.model_parallel_group, state.data_parallel_group))
+        assert mpu.get_model_parallel_src_rank() == model[0]
+        found += [tuple(model), tuple(data), (mpu.get_model_parallel_rank(), mpu.get_data_parallel_rank())]
         mpu.destroy_model_parallel()
+        assert not mpu.model_parallel_is_initialized()
     return found
 
 
@@ -70,12 +64,9 @@ def check_broadcast(rank: int, world_size: int) -> None:
     got = mpu.broadcast_data(["text", "ids"], data, torch.int64)
     assert torch.equal(got["text"], torch.arange(12).view(3, 4)) and torch.equal(got["ids"], torch.tensor([7, 8]))
     # If the first rank cannot send its data, every rank raises an error and none waits.
-    for keys, dtype, reason in (
-        (["text"], torch.int32, "the first rank has no tensor 'text' of torch.int32"),
-        (["none"], torch.int64, "the first rank has no tensor 'none' of torch.int64"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            mpu.broadcast_data(keys, data, dtype)
+    for key, dtype in (("text", torch.int32), ("none", torch.int64)):
+        with pytest.raises(ValueError, match=f"the first rank has no tensor '{key}' of {dtype}"):
+            mpu.broadcast_data([key], data, dtype)
 
 
 def check_clip(rank: int, world_size: int) -> None:

@@ -6,6 +6,7 @@ runtime/activation_checkpointing/checkpointing.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,78 +29,55 @@ class FakeDeepSpeedCheckpointing:
     """A reentrant checkpoint: forward without gradients, then again with gradients in backward, from the same states of
     the default generator and of this object's tracker.
 
-    partition: each model-parallel rank saves only its shard of each tensor argument, in place, and the tensor's size
-    after it. Backward gathers the shards. Tensors with a true attribute `no_checkpointing` are saved whole.
+    partition: each model-parallel rank saves only its shard of the argument, in place, and backward gathers the shards.
+    A tensor with a true attribute `no_checkpointing` is saved whole.
     """
 
     def __init__(self, partition: bool) -> None:
         self.partition = partition
         self.tracker = RNGStatesTracker()
 
-    def checkpoint(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        out: Tensor = _Reentrant.apply(self, function, *args)
+    def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        out: Tensor = _Reentrant.apply(self, function, x)
         return out
 
-    def split(self, args: tuple[Any, ...]) -> list[Any]:
-        kept = []
-        for x in args:
-            size = x.size() if isinstance(x, Tensor) else None
-            if is_shared(x):
-                part = x.numel() // mpu.get_model_parallel_world_size()
-                start = part * mpu.get_model_parallel_rank()
-                x.data = x.detach().flatten()[start : start + part].clone()
-            kept += [x, size]
-        return kept
+    def get_states(self) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.get_rng_state(), self.tracker.get_states()
 
-    def gathered(self, kept: list[Any]) -> list[Any]:
-        """The arguments. A size follows each tensor; anything else after an argument is an argument, as in
-        DeepSpeed."""
-        args = []
-        for x, size in zip(kept[::2], kept[1::2], strict=True):
-            if is_shared(x):
-                parts = [torch.empty_like(x) for _ in range(mpu.get_model_parallel_world_size())]
-                dist.all_gather(parts, x.detach(), group=mpu.get_model_parallel_group())
-                args.append(torch.cat(parts).view(size).requires_grad_(x.requires_grad))
-            else:
-                args += [x] if isinstance(x, Tensor) else [x, size]
-        return args
-
-
-def is_shared(x: Any) -> bool:
-    return isinstance(x, Tensor) and not getattr(x, "no_checkpointing", False)
+    def set_states(self, default: Tensor, tracker: dict[str, Tensor]) -> None:
+        torch.set_rng_state(default)
+        self.tracker.set_states(tracker)
 
 
 class _Reentrant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, owner: FakeDeepSpeedCheckpointing, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        ctx.owner, ctx.function = owner, function
-        ctx.states = torch.get_rng_state(), owner.tracker.get_states()
+    def forward(
+        ctx: Any, owner: FakeDeepSpeedCheckpointing, function: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        ctx.owner, ctx.function, ctx.states, ctx.saved, ctx.shape = owner, function, owner.get_states(), x, x.shape
+        ctx.is_shard = owner.partition and not getattr(x, "no_checkpointing", False)
         with torch.no_grad():
-            out = function(*(x.clone() if isinstance(x, Tensor) else x for x in args))
-        ctx.kept = owner.split(args) if owner.partition else args
+            out = function(x.clone())
+        if ctx.is_shard:
+            shards = x.detach().flatten().chunk(mpu.get_model_parallel_world_size())
+            x.data = shards[mpu.get_model_parallel_rank()].clone()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        owner = ctx.owner
-        args = [
-            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-            for x in (owner.gathered(ctx.kept) if owner.partition else ctx.kept)
-        ]
-        now = torch.get_rng_state(), owner.tracker.get_states()
-        for state, states in (ctx.states, now):
-            torch.set_rng_state(state)
-            owner.tracker.set_states(states)
-            if states is ctx.states[1]:
-                with torch.enable_grad():
-                    out = ctx.function(*args)
+        x = ctx.saved.detach()
+        if ctx.is_shard:
+            shards = [torch.empty_like(x) for _ in range(mpu.get_model_parallel_world_size())]
+            dist.all_gather(shards, x, group=mpu.get_model_parallel_group())
+            x = torch.cat(shards).view(ctx.shape)
+        x.requires_grad_()
+        now = ctx.owner.get_states()
+        ctx.owner.set_states(*ctx.states)
+        with torch.enable_grad():
+            out = ctx.function(x)
+        ctx.owner.set_states(*now)
         torch.autograd.backward(out, grad)
-        return None, None, *(x.grad if isinstance(x, Tensor) else None for x in args)
-
-
-def fake_deepspeed(partition: bool) -> dict[str, Any]:
-    replacement = FakeDeepSpeedCheckpointing(partition)
-    return {"checkpoint": replacement.checkpoint, "get_cuda_rng_tracker": lambda: replacement.tracker}
+        return None, None, x.grad
 
 
 def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_parallel: bool) -> dict[str, Tensor]:
@@ -127,18 +105,17 @@ def largest_differences(rank: int, world_size: int) -> dict[str, float]:
     the greatest entry of its tensor."""
     mpu.initialize_model_parallel(world_size)
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):  # In bf16 a CPU uses different attention kernels.
-        for of_documents in (False, True):
-            for sequence_parallel in (False, True):
-                how = dtype, of_documents, sequence_parallel
-                expected = gradients(dtype, "none", of_documents, sequence_parallel)
-                for partition in (False, True):
-                    with mock.patch.multiple(mpu, **fake_deepspeed(partition)):
-                        got = gradients(dtype, "full", of_documents, sequence_parallel)
-                    found[f"{how}, partition {partition}"] = max(
-                        ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item()
-                        for name in expected
-                    )
+    # In bf16 a CPU uses different attention kernels.
+    for case in itertools.product((torch.float32, torch.bfloat16), (False, True), (False, True)):
+        dtype, of_documents, sequence_parallel = case
+        expected = gradients(dtype, "none", of_documents, sequence_parallel)
+        for partition in (False, True):
+            fake = FakeDeepSpeedCheckpointing(partition)
+            with mock.patch.multiple(mpu, checkpoint=fake.checkpoint, get_cuda_rng_tracker=lambda: fake.tracker):  # noqa: B023
+                got = gradients(dtype, "full", of_documents, sequence_parallel)
+            found[f"{case}, partition {partition}"] = max(
+                ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected
+            )
     return found
 
 

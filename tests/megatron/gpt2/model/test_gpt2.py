@@ -122,32 +122,23 @@ def test_published_parameter_counts():
     config = SHAPE_345M
     assert count_parameters(config, 1) == (354_823_168, 354_871_296)
     assert count_parameters(config, 2)[1] == 178_034_688
-    # Megatron pads to a multiple of 128 × tensor-parallel size: 50,432 rows at size 2.
-    assert count_parameters(replace(config, make_vocab_size_divisible_by=256), 2)[1] == 178_100_224
+
 
 
 def count_real(rank: int, world_size: int) -> int:
     mpu.initialize_model_parallel(world_size)
     model = GPT2Model(SMALL)
-    assert mpu.partition_specs(model) == model_partition_specs(SMALL, world_size)
+    mpu.destroy_model_parallel()  # Specs need no process group.
+    specs = model_partition_specs(SMALL, world_size)
+    assert list(mpu.partition_specs(model).items()) == list(specs.items())
     return sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_specs_and_counts_are_those_of_the_real_model(world_size: int):
     assert run_ranks(count_real, world_size) == [count_parameters(SMALL, world_size)[1]] * world_size
-
-
-def test_specs_need_no_process_group():
-    """Specs exist for every size, even if it does not divide the model's dimensions, in the order of the model's
-    parameters."""
-    mpu.destroy_model_parallel()
-    for size in (1, 3, 512):
-        specs = model_partition_specs(SHAPE_345M, size)
-        assert len(specs) == 12 * SHAPE_345M.num_layers + 4 and specs["word_embeddings.weight"].padded_size % size == 0
-    assert not mpu.model_parallel_is_initialized()
-    mpu.initialize_model_parallel(1)
-    assert list(model_partition_specs(SMALL)) == [name for name, _ in GPT2Model(SMALL).named_parameters()]
+    # A size need not divide the model's dimensions.
+    assert model_partition_specs(SMALL, 3)["word_embeddings.weight"].padded_size == 384
 
 
 def test_initialisation():
@@ -166,20 +157,18 @@ def test_initialisation():
 
 
 def test_flops_per_token_is_megatrons_formula():
-    config, s = SHAPE_345M, 1024
-    h, layers = config.hidden_size, config.num_layers
-    assert config.flops_per_token(s) == 72 * layers * h * h * (1 + s / (6 * h)) + 6 * h * 50257
-    assert config.flops_per_token(s) == pytest.approx(2.423e9, rel=1e-3)
+    h, s = SHAPE_345M.hidden_size, 1024
+    assert SHAPE_345M.flops_per_token(s) == 72 * 24 * h * h * (1 + s / (6 * h)) + 6 * h * 50257
 
 
 def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
     """Return for each replicated parameter whether its gradient is that of whole sequences: after a plain backward,
-    after mpu's sum in fp32 and in bf16, and with a hook on the parameter."""
+    after mpu's sum, and with a hook on the parameter."""
     mpu.initialize_model_parallel(world_size)
     tokens = torch.arange(4 * 32).view(4, 32) % 97
 
-    def model_after_backward(dtype: torch.dtype = torch.float32, hook: bool = False, **how: Any) -> GPT2Model:
-        model = GPT2Model(SHAPE, build_block_config(SHAPE, **how)).to(dtype)
+    def model_after_backward(hook: bool = False, **how: Any) -> GPT2Model:
+        model = GPT2Model(SHAPE, build_block_config(SHAPE, **how))
         for parameter in model.parameters():
             if hook and getattr(parameter, "sequence_parallel", False):
                 parameter.register_hook(mpu.reduce_from_model_parallel_region)
@@ -187,16 +176,13 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
         return model
 
     whole = model_after_backward()
-    assert not any(hasattr(p, "sequence_parallel") for p in whole.parameters()), (
-        "gradients are partial only with sequence parallelism"
-    )
     expected = {name: p.grad for name, p in whole.named_parameters() if not hasattr(p, "model_parallel")}
 
     def is_complete(model: GPT2Model, tolerance: float) -> list[bool]:
         marked = {name: p for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False)}
         assert marked.keys() == expected.keys()
         return [
-            bool((p.grad.float() - expected[name]).norm() < tolerance * expected[name].norm())
+            bool((p.grad - expected[name]).norm() < tolerance * expected[name].norm())
             for name, p in marked.items()
         ]
 
@@ -204,9 +190,7 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
     seen = {"autograd": is_complete(plain, 1e-2)}
     mpu.all_reduce_sequence_parallel_grads(plain.parameters())
     seen["summed"] = is_complete(plain, 1e-5)
-    in_bf16 = model_after_backward(torch.bfloat16, sequence_parallel=True)
-    mpu.all_reduce_sequence_parallel_grads(in_bf16.parameters())
-    seen["bf16"] = is_complete(in_bf16, 3e-2)
+
     seen["hook"] = is_complete(model_after_backward(hook=True, sequence_parallel=True), 1e-5)
     return seen
 
@@ -214,19 +198,14 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
 def test_other_trainers_can_complete_the_gradients():
     for seen in run_ranks(partial_and_complete, 2):
         assert not any(seen["autograd"]) and len(seen["autograd"]) == 3 + 6 * SHAPE.num_layers
-        assert all(seen["summed"]) and all(seen["bf16"]) and all(seen["hook"])
+        assert all(seen["summed"]) and all(seen["hook"])
 
 
 LAYERS = SHAPE.num_layers
 
 
-def collectives(counter: MemoryCounter) -> dict[str, int]:
-    """Return the number of calls of each of torch.distributed's operators."""
-    ours = ("allreduce", "allgather", "reduce_scatter")
-    return {name.strip("_"): calls for name, calls in counter.calls.items() if name.strip("_").startswith(ours)}
-
-
 def count(rank: int, world_size: int, dropout: float, how: dict[str, Any]) -> dict[str, int]:
+    """Return the number of calls of each collective of torch.distributed in a micro-batch."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout)
@@ -234,7 +213,8 @@ def count(rank: int, world_size: int, dropout: float, how: dict[str, Any]) -> di
     tokens = torch.arange(4 * 32).view(4, 32) % 97
     with MemoryCounter() as counter:
         model(tokens, tokens, torch.full((4, 32), 1 / 128)).backward()
-    return collectives(counter)
+    calls = {name.strip("_"): calls for name, calls in counter.calls.items()}
+    return {name: n for name, n in calls.items() if name.startswith(("allreduce", "allgather", "reduce_scatter"))}
 
 
 ALL_REDUCES = 4 * LAYERS + 2
@@ -247,7 +227,6 @@ FULL = {"recompute_granularity": "full"}
         # Each layer has two in forward and two in backward. The embedding has one, the head's input gradient has one,
         # and the single chunk of the loss has one all-gather.
         (2, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
-        (4, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         # Recomputation stops at the last tensor that backward needs: before the layer's last all-reduce, unless dropout
         # follows it.

@@ -12,13 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.gpt2.optimizer.bucket_reducer import BucketReducer, ParamAllGather
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, whole_weights, write_text
 
 # A step has 8 samples, accumulated on 2 and on 4 ranks. A bucket is smaller than a layer. Rows have 48 elements and
 # shards a multiple of 64, so shards end inside a row.
@@ -27,24 +26,19 @@ SHARDED, OFFLOADED = "--use-distributed-optimizer", "--cpu-offload-optimizer"
 STEPS = 30
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("distributed_optimizer")
-    write_text(folder)
-    return folder
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_text(tmp_path)
+    return tmp_path
 
 
 def begin(rank: int, world_size: int, folder: Path, name: str, flags: str = "") -> Trainer:
     trainer = start(rank, world_size, folder, f"{TINY} --save {folder}/{name} {flags}")
     assert len(trainer.state.buffer.buckets) >= 4
     assert trainer.state.buffer.is_sharded == (SHARDED in flags and trainer.parallel.data_parallel_size > 1)
-    assert trainer.state.buffer.offloaded == (OFFLOADED in flags)
+    assert trainer.state.buffer.is_offloaded == (OFFLOADED in flags)
     return trainer
 
-
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    trainer.state.param_gather.finish_param_sync()
-    return {name: parameter.detach().clone() for name, parameter in trainer.state.model.named_parameters()}
 
 
 VARIANTS = {
@@ -64,7 +58,7 @@ def variants(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     results = {}
     for name, (count, flags) in VARIANTS.items():
         trainer = begin(rank, world_size, folder, f"variants{world_size}", f"--clip-grad 0 {flags}")
-        results[name] = steps(trainer, count) | {"weights": weights(trainer)}
+        results[name] = steps(trainer, count) | {"weights": whole_weights(trainer)}
         finish(trainer)
     return results
 
@@ -128,10 +122,9 @@ def zero_1_and_zero_2(rank: int, world_size: int, folder: Path, flags: str) -> d
     return found
 
 
-def test_with_one_micro_batch_it_is_bit_identical_to_stage_1(tmp_path: Path):
-    write_text(tmp_path)
+def test_with_one_micro_batch_it_is_bit_identical_to_stage_1(folder: Path):
     for flags in ("", "--grad-reduce-in-bf16"):
-        for found in run_ranks(zero_1_and_zero_2, 2, tmp_path, f"--micro-batch-size 4 {flags}"):
+        for found in run_ranks(zero_1_and_zero_2, 2, folder, f"--micro-batch-size 4 {flags}"):
             (loss, norm, weights, _, whole), (loss_2, norm_2, weights_2, (_, most), _) = found[1], found[2]
             assert loss == loss_2 and norm == norm_2
             assert all(torch.equal(weights[name], weights_2[name]) for name in weights)
@@ -146,11 +139,8 @@ def test_with_one_micro_batch_it_is_bit_identical_to_stage_1(tmp_path: Path):
         pytest.param(2, "--cpu-offload-optimizer --recompute-granularity full", marks=pytest.mark.wide),
     ],
 )
-def test_between_micro_batches_a_rank_keeps_only_its_shard(tmp_path: Path, ranks: int, flags: str):
-    write_text(tmp_path)
-    for found in run_ranks(
-        zero_1_and_zero_2, ranks, str(tmp_path), f"--micro-batch-size 2 --global-batch-size 12 {flags}"
-    ):
+def test_between_micro_batches_a_rank_keeps_only_its_shard(folder: Path, ranks: int, flags: str):
+    for found in run_ranks(zero_1_and_zero_2, ranks, folder, f"--micro-batch-size 2 --global-batch-size 12 {flags}"):
         (loss, norm, _, (begun_1, _), whole), (loss_2, norm_2, _, (begun, _), _) = found[1], found[2]
         assert loss_2 == pytest.approx(loss, rel=1e-5) and norm_2 == pytest.approx(norm, rel=1e-4)
         assert begun_1 == [0, whole, whole] and begun == [0, whole // 2, whole // 2]
@@ -203,9 +193,8 @@ def numbers_of(events: list[Event], *whats: str) -> list[int]:
     return [number for what, number in events if what in whats]
 
 
-def test_communication_overlaps_with_computation(tmp_path: Path):
-    write_text(tmp_path)
-    for whole, sharded in run_ranks(recorded, 2, tmp_path):
+def test_communication_overlaps_with_computation(folder: Path):
+    for whole, sharded in run_ranks(recorded, 2, folder):
         for events, buckets in (whole, sharded):
             cut = events.index(("step", 1))
             for step in (events[:cut], events[cut + 1 :]):
@@ -229,10 +218,9 @@ def test_communication_overlaps_with_computation(tmp_path: Path):
             assert (len(waited) < len(buckets)) == (layer == 0)
 
 
-def test_a_closed_run_frees_its_buffers(tmp_path: Path):
+def test_a_closed_run_frees_its_buffers(folder: Path):
     """Python's garbage collector does not find cycles through hooks of parameters."""
-    write_text(tmp_path)
-    trainer = begin(0, 1, tmp_path, "run")
+    trainer = begin(0, 1, folder, "run")
     train_step(trainer)
     finish(trainer)
     buffer = weakref.ref(trainer.state.buffer)

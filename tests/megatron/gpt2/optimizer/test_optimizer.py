@@ -3,8 +3,7 @@ recover together."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+
 from pathlib import Path
 from typing import Any
 
@@ -42,63 +41,43 @@ def test_published_runs(iterations, final_scale, skipped, logged):
     assert shown == logged
 
 
-def make_schedule(style: str, **changes: Any) -> Callable[[float], float]:
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_fraction=0.1)
-    config = dataclasses.replace(config, **changes)
-    return lambda n: float(learning_rates(config, 100, 8, np.array([float(n)]))[0])
+def rates_after(style: str, changes: dict[str, Any], *n: float) -> list[float]:
+    config = OptimizerConfig(**{"lr": 1.0, "min_lr": 0.1, "lr_warmup_fraction": 0.1, **changes}, lr_decay_style=style)
+    return learning_rates(config, 100, 8, np.array(n)).tolist()
+
+
+HALF_WAY_IN_2019, END_OF_2019 = (0.5 * (np.cos(np.pi * r) + 1) for r in (0.45, 0.8))
 
 
 @pytest.mark.parametrize(
-    "style, half_way, end",
+    "style, changes, rates",
     [
-        ("constant", 1.0, 1.0),
-        ("linear", 0.55, 0.1),
-        ("cosine", 0.55, 0.1),
-        ("exponential", 0.5**0.5, 0.5),
-        ("WSD", 1.0, 0.1),
-        ("cosine-2019", 0.5 * (np.cos(np.pi * 0.45) + 1), 0.1),
+        ("constant", {}, {0: 0, 5: 0.5, 10: 1, 55: 1, 100: 1}),
+        ("linear", {}, {0: 0, 5: 0.5, 10: 1, 55: 0.55, 100: 0.1, 1000: 0.1}),
+        ("cosine", {}, {0: 0, 5: 0.5, 10: 1, 55: 0.55, 100: 0.1, 1000: 0.1}),
+        ("exponential", {}, {0: 0, 5: 0.5, 10: 1, 55: 0.5**0.5, 100: 0.5, 1000: 0.5}),
+        ("WSD", {}, {0: 0, 5: 0.5, 10: 1, 55: 1, 100: 0.1, 1000: 0.1}),
+        ("WSD", {"lr_wsd_decay_iters": 20}, {80: 1, 90: 0.1 + 0.9 * (2**0.5 - 1), 100: 0.1}),
+        # The schedule of 2019 ends above the floor.
+        ("cosine-2019", {"min_lr": 0.0}, {5: 0.5, 10: 1, 55: HALF_WAY_IN_2019, 90: END_OF_2019, 100: END_OF_2019}),
+        ("cosine-2019", {"min_lr": 0.2}, {55: HALF_WAY_IN_2019, 100: 0.2}),
+        ("cosine", {"min_lr": 0.0}, {100: 0}),
+        ("linear", {"lr_warmup_iters": 4}, {2: 0.5}),
+        ("linear", {"lr_warmup_iters": 0}, {0: 1}),
+        ("linear", {"lr_warmup_fraction": 0.0}, {0: 1}),
+        ("cosine", {"lr_warmup_fraction": 1.0}, {50: 0.5, 101: 0.1}),
+        ("linear", {"lr_decay_iters": 50}, {5: 1, 50: 0.1, 100: 0.1}),
+        ("linear", {"lr_decay_samples": 400}, {5: 1, 50: 0.1, 100: 0.1}),
+        # Samples need not be whole iterations.
+        (
+            "linear",
+            {"lr_decay_samples": 404, "lr_warmup_samples": 12},
+            {1: 1 / 1.5, 1.5: 1, 26: 0.1 + 0.9 * (1 - (26 - 1.5) / (50.5 - 1.5)), 50.5: 0.1},
+        ),
     ],
 )
-def test_styles(style, half_way, end):
-    rate = make_schedule(style)
-    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # During the warm-up the rate may be below the floor.
-    assert rate(55) == pytest.approx(half_way, rel=1e-12)
-    assert rate(100) == pytest.approx(end, rel=1e-12) and rate(1000) == rate(100)
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_fraction=0.1)
-    table = learning_rates(config, 100, 8, np.arange(121.0))
-    assert table.dtype == np.float64 and table.tolist() == [rate(n) for n in range(121)]
-    assert np.all(np.diff(table[10:]) <= 0)
-
-
-def test_wsd_decays_only_at_the_end():
-    rate = make_schedule("WSD", lr_wsd_decay_iters=20)
-    assert rate(80) == 1.0 > rate(81) and rate(90) == pytest.approx(0.1 + 0.9 * (2**0.5 - 1))
-
-
-def test_warmup_in_iterations_and_none():
-    assert make_schedule("linear", lr_warmup_iters=4)(2) == 0.5
-    assert make_schedule("linear", lr_warmup_iters=0)(0) == make_schedule("linear", lr_warmup_fraction=0.0)(0) == 1.0
-    assert make_schedule("cosine", lr_warmup_fraction=1.0)(50) == 0.5 and make_schedule(
-        "cosine", lr_warmup_fraction=1.0
-    )(101) == pytest.approx(0.1)
-
-
-def test_the_decay_may_have_a_separate_length():
-    for length in ({"lr_decay_iters": 50}, {"lr_decay_samples": 400}):
-        rate = make_schedule("linear", **length)
-        assert rate(5) == 1.0 and rate(50) == rate(100) == pytest.approx(0.1)
-
-
-def test_samples_need_not_be_whole_iterations():
-    rate = make_schedule("linear", lr_decay_samples=404, lr_warmup_samples=12)
-    assert rate(1) == 1 / 1.5 and rate(1.5) == 1.0 and rate(26) == 0.1 + 0.9 * (1 - (26 - 1.5) / (50.5 - 1.5))
-    assert rate(50) > rate(50.5) == pytest.approx(0.1)
-
-
-def test_cosine_today_reaches_the_floor_that_2019_missed():
-    today, then = (make_schedule(style, min_lr=0.0) for style in ("cosine", "cosine-2019"))
-    assert today(100) == pytest.approx(0.0, abs=1e-15) and then(100) > 0.09
-    assert then(90) == then(100) and make_schedule("cosine-2019", min_lr=0.2)(100) == 0.2
+def test_learning_rates(style: str, changes: dict[str, Any], rates: dict[float, float]) -> None:
+    assert rates_after(style, changes, *rates) == pytest.approx(list(rates.values()), rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +93,7 @@ def test_cosine_today_reaches_the_floor_that_2019_missed():
 )
 def test_impossible_schedules(style, changes, message):
     with pytest.raises(ValueError, match=message):
-        make_schedule(style, **changes)(0)
+        rates_after(style, changes, 0)
 
 
 def overflow(rank: int, world_size: int, folder: Path, flags: str) -> dict[str, Any]:
