@@ -6,8 +6,8 @@ them.
 
 0, 1, 2 are offload groups: layers that are recomputed together, or single layers. Copies run on a separate stream, from
 and to pinned buffers, which are allocated once and reused in each step. CUDA events order the copies; the host never
-waits. The device memory of a group is freed when the group after the next one begins. Then the main stream, whose next
-tensors may reuse that memory, waits for the copy, which is usually finished by then.
+waits. The device memory of group i is freed when group i + 2 begins. Later tensors may reuse the memory, so the main
+stream then waits for the copy of group i, which has usually ended.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ActivationOffload:
     """Host buffers and the copy stream for the activations of a model on `device`. On a CPU the copies are also made,
     for tests, but they save no memory.
 
-    A model calls `forward_begins` and `forward_ends` around each forward pass, and `next_group` or `offload_layer` in
-    it for each group. Backward passes may run after several forward passes.
+    A model calls `forward_begins` and `forward_ends` around each forward pass. In the pass it calls `next_group` or
+    `offload_layer` for each group. Backward passes may run after several forward passes.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -48,7 +48,7 @@ class ActivationOffload:
         self._last_group: OffloadGroup | None = None
 
     def forward_begins(self) -> None:
-        """Start a forward pass: its first group has no previous group."""
+        """Start a forward pass, whose first group has no previous group."""
         self._last_group = None
 
     def forward_ends(self) -> None:
@@ -89,13 +89,13 @@ class ActivationOffload:
         return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def release(self, host: Tensor) -> None:
-        """Make a buffer of `allocate` available again. A copy from it may still run, because later copies are queued
-        after it."""
+        """Make a buffer of `allocate` available again. A copy from the buffer may still run: later copies into the
+        buffer wait for it in the copy stream."""
         self._free_buffers[host.numel(), host.dtype].append(host)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Start a copy on the copy stream, after all work that is queued on the main stream. Return an event that
-        follows it."""
+        """Start a copy on the copy stream, after all work that is queued on the main stream. Return an event at the end
+        of the copy."""
         copied = self._device_module.Event()
         self._copy_stream.wait_stream(self._device_module.current_stream(self.device))
         with self._device_module.stream(self._copy_stream):
@@ -109,7 +109,7 @@ class ActivationOffload:
 
 
 class OffloadGroup:
-    """Tensors that are copied to the host together and back together.
+    """Tensors that are copied to the host, and back to the device, at the same time.
 
     previous: the group that backward needs after this one.
     """
@@ -123,8 +123,8 @@ class OffloadGroup:
         return [storage for reference in self._storages if (storage := reference()) is not None]
 
     def offload(self, x: Tensor) -> Reload:
-        """Copy the storage of `x` to the host, if this group has not copied it yet. Return a function that gives `x`
-        back."""
+        """Copy the storage of `x` to the host, if this group has not copied it yet. Return a function that returns `x`
+        on the device."""
         storage = next((known for known in self._live() if known.id == _storage_id(x)), None)
         if storage is None:
             numel = x.untyped_storage().nbytes() // x.element_size()
@@ -154,7 +154,7 @@ class _OffloadedStorage:
         self.id = _storage_id(whole)  # No other tensor can have this address before `free`.
         self._host = memory.allocate(whole.numel(), whole.dtype)
         self._on_device: Tensor | None = whole
-        self._copied = memory.copy(self._host, whole)  # the event that follows the last copy
+        self._copied = memory.copy(self._host, whole)  # the event at the end of the last copy
 
     def free(self) -> None:
         """Wait for the copy to the host, then free the device memory."""
@@ -179,9 +179,9 @@ class _OffloadedStorage:
         self._memory.release(self._host)
 
 
-def unpack(kept: Tensor | Reload) -> Tensor:
-    """Return the tensor that `pack` saved."""
-    return kept if isinstance(kept, Tensor) else kept()
+def unpack(saved: Tensor | Reload) -> Tensor:
+    """Return the tensor whose saved form a function `pack` has returned."""
+    return saved if isinstance(saved, Tensor) else saved()
 
 
 def _storage_id(x: Tensor) -> int:
@@ -192,11 +192,11 @@ def shard_and_offload_saved_tensors(
     group: ProcessGroup | None, activation_offload: ActivationOffload | None
 ) -> AbstractContextManager[object]:
     """Return a context of `torch.autograd.graph.saved_tensors_hooks`. Inside it, autograd saves only this rank's shard
-    of each tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway,
-    and so are empty tensors: torch 2.11 saves one on the CPU, which NCCL cannot gather.
+    of each tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway.
+    Empty tensors too: torch 2.11 saves one on the CPU, which NCCL cannot gather.
 
-    group: the ranks that share each saved tensor, which must be equal on all of them; backward gathers the shards, in
-        the same order on all ranks. None saves whole tensors.
+    group: the ranks that share each saved tensor. The tensor must be equal on all of them. Backward gathers the shards,
+        in the same order on all ranks. None saves whole tensors.
     activation_offload: None keeps the tensors on the device.
     """
     group = group if group is not None and group.size() > 1 else None

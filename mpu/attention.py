@@ -18,8 +18,8 @@ from mpu.random import ATTENTION_DROPOUT, current_rng_tracker
 
 @dataclass(frozen=True)
 class PackedSeqParams:
-    """The lengths of the documents in a micro-batch. Attention uses them so that no token attends to another document.
-    megatron.core has a class of this name for the same purpose.
+    """The lengths of the documents in a micro-batch. With them no token attends to a token of a different document.
+    megatron.core has a class with this name and purpose.
 
     lengths: the number of tokens of each document. A document that continues in the next sample counts as two. The sum
         is t.
@@ -49,18 +49,19 @@ def core_attention(
     first_head: int = 0,
 ) -> Tensor:
     """Causal attention, within each document if there are `packed_seq_params`: [s, b, n, 3, d] -> [s, b, n·d].
-    Attention within documents computes less than attention over whole samples. It takes less time, except on a GPU with
-    dropout, where each document has its own kernel launches.
+    Attention within documents takes less time than attention over whole samples, except on a GPU with dropout, where
+    each document has separate kernel launches.
 
     packed_seq_params: None if each sample is one document.
-    dropout_seeds: int64 [b, 3], see `mpu.make_dropout_seeds`. A GPU's fused kernels cannot use these seeds. On a GPU,
-        or without seeds, dropout draws from the tracker, which has different numbers on each rank, because each rank
-        has different heads.
+    dropout_seeds: int64 [b, 3], see `mpu.make_dropout_seeds`. A GPU's fused kernels cannot use the seeds. On a GPU, or
+        without seeds, masks are drawn from the tracker, whose numbers differ between ranks, because each rank has
+        different heads.
     first_head: the number of this rank's first head.
     """
     s, b, n, _, d = qkv.shape
     seeds = dropout_seeds if dropout_p > 0 and kernels.has_seeded_attention(qkv.device.type) else None
-    # A compiled layer runs in the tracker's stream as a whole: torch.compile cannot trace a change of the stream.
+    # torch.compile cannot trace a change of the random stream. `ParallelTransformerLayer.__call__` changes it for a
+    # whole compiled layer.
     draws = dropout_p > 0 and seeds is None and not torch.compiler.is_compiling()
     with current_rng_tracker().fork() if draws else contextlib.nullcontext():
         if packed_seq_params is None and seeds is not None:
@@ -74,10 +75,10 @@ def core_attention(
         else:
             parts, start = [], 0
             for part in tokens.split(lengths):
-                sample, first = divmod(start, s)
+                sample, position = divmod(start, s)
                 sample_seeds = seeds[sample : sample + 1]
                 parts.append(
-                    kernels.seeded_attention(part, dropout_p, sample_seeds, ATTENTION_DROPOUT, first_head, first)
+                    kernels.seeded_attention(part, dropout_p, sample_seeds, ATTENTION_DROPOUT, first_head, position)
                 )
                 start += part.size(0)
             y = torch.cat(parts)

@@ -95,7 +95,8 @@ def vocab_parallel_cross_entropy(
     group = group or get_tensor_model_parallel_group()
     vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]
     check_ids(target, vocab_size, "target")
-    # The flag is passed because gradients are always disabled inside `forward`, and needs_input_grad ignores no_grad.
+    # `forward` cannot find out whether gradients are enabled: autograd disables them inside, and needs_input_grad
+    # ignores no_grad.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
         logits, target, group, vocab_size, torch.is_grad_enabled()
     )

@@ -56,8 +56,8 @@ def all_reduced_squared_norm(
     device.
 
     split: gradients of parameters that are split over the tensor-parallel group.
-    replicated: gradients of the other parameters. A parameter that two pipeline stages hold must be passed on one of
-        them only.
+    replicated: gradients of the other parameters. If two pipeline stages hold the same parameter, only one of the
+        stages may pass the gradient.
     sharded: data-parallel ranks hold different parts of the gradients, so the sum is over all ranks.
     """
     state = get_parallel_state()
@@ -74,13 +74,14 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`. Return the norm
     before clipping.
 
-    norm_type: 2 or infinity; other values raise ValueError. Parameters with `model_parallel = True`, which mpu's layers
-    set, are split over the default model-parallel group. Layers with a different `group` are not supported.
+    parameters: parameters whose attribute `model_parallel` is True are split over the default model-parallel group.
+        mpu's layers set this attribute. Layers with a different `group` are not supported.
+    norm_type: 2 or infinity; other values raise ValueError.
     """
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [(p.grad, getattr(p, "model_parallel", False)) for p in parameters if p.grad is not None]
-    # The device is also correct on ranks without a gradient.
+    # A rank without gradients also needs a zero on this device.
     device = parameters[0].device if parameters else torch.device("cpu")
     if norm_type == 2:
         split, replicated = ([grad for grad, is_split in grads if is_split == wanted] for wanted in (True, False))

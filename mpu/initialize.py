@@ -9,7 +9,7 @@ neighbours. Example: 16 ranks with tensor size 2 and pipeline size 4:
     embedding   (0,12) (1,13) …             first and last stage of a pipeline: both hold the tied word embeddings
     model       (0,1,4,5,8,9,12,13) …       tensor x pipeline: together hold one whole model
 
-Without a pipeline, the model-parallel group is the tensor group, as in 2019.
+Without a pipeline, the model-parallel group is the tensor group, as in Megatron's first release (2019).
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def initialize_model_parallel(
     function.
 
     Without torch.distributed only size 1 is possible, and no group is created. Raises ValueError if the number of ranks
-    is not divisible by the sizes. (Megatron of 2019 used a smaller size in that case, without a message.)
+    is not divisible by the sizes. (Megatron's first release then used a smaller size, without a message.)
 
     timeout: the time limit of collectives of these groups (default: torch.distributed's).
     """
@@ -175,12 +175,12 @@ def get_model_parallel_group() -> ProcessGroup | None:
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's place in the model-parallel group."""
+    """The number of this rank in the model-parallel group."""
     return get_parallel_state().model_parallel_rank
 
 
 def get_model_parallel_world_size() -> int:
-    """How many ranks hold one copy of the model."""
+    """The number of ranks that together hold one copy of the model."""
     return get_parallel_state().model_parallel_size
 
 
@@ -190,17 +190,17 @@ def get_model_parallel_src_rank() -> int:
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that split the layers of this stage."""
+    """The ranks over which the layers of this stage are split."""
     return get_parallel_state().tensor_model_parallel_group
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in the tensor-parallel group."""
+    """The number of this rank in the tensor-parallel group."""
     return get_parallel_state().tensor_model_parallel_rank
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many ranks split a layer."""
+    """The number of ranks over which a layer is split."""
     return get_parallel_state().tensor_model_parallel_size
 
 
@@ -210,17 +210,17 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_pipeline_model_parallel_group() -> ProcessGroup | None:
-    """The stages of the pipeline, or None without a pipeline."""
+    """The ranks of this rank's pipeline, one per stage, or None without a pipeline."""
     return get_parallel_state().pipeline_model_parallel_group
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """The number of this rank's stage."""
+    """The number of this rank's pipeline stage, starting from 0."""
     return get_parallel_state().pipeline_model_parallel_rank
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """The number of stages."""
+    """The number of pipeline stages."""
     return get_parallel_state().pipeline_model_parallel_size
 
 
@@ -235,7 +235,7 @@ def is_pipeline_last_stage() -> bool:
 
 
 def get_embedding_group() -> ProcessGroup | None:
-    """The first and the last stage, which both have the tied matrix, or None on other stages."""
+    """The ranks of the first and the last stage, which both have the tied matrix, or None on other stages."""
     return get_parallel_state().embedding_group
 
 
@@ -245,7 +245,7 @@ def get_data_parallel_group() -> ProcessGroup | None:
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's place in the data-parallel group."""
+    """The number of this rank in the data-parallel group."""
     return get_parallel_state().data_parallel_rank
 
 

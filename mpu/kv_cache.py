@@ -16,9 +16,8 @@ class KeyValueCache:
     """Keys and values of all layers, in a tensor [r, n, 2, S, d] for each layer, allocated once.
 
     A row holds one text, starting at position 0. Texts can start and end at any time: `set_prompts` starts new texts in
-    some rows, and `set_positions` adds one token to each of the first b rows; use `move` to bring unfinished texts into
-    these rows. Rows can have different lengths: padding after a prompt is masked until the row's own tokens overwrite
-    it.
+    some rows, and `set_positions` adds one token to each of the first b rows. `move` copies an unfinished text into
+    these rows. Texts can have different lengths: padding after a prompt is masked until new tokens overwrite it.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class KeyValueCache:
 
     def set_prompts(self, rows: Sequence[int]) -> None:
         """Let the next forward pass read whole prompts into these rows. The rows' former texts are discarded."""
-        self._store[:, list(rows)] = 0  # Without this, NaN of an earlier text would reach the new one.
+        self._store[:, list(rows)] = 0  # A NaN of the former text would reach the new text.
         self._rows, self._positions = self._all_rows[list(rows)], None
 
     def set_positions(self, positions: Sequence[int]) -> Tensor:

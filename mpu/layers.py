@@ -3,12 +3,12 @@
 Legend: b batch, s sequence, h hidden, i input and o output features of this rank, tp tensor-parallel size, t tokens.
 
 With sequence_parallel (arXiv:2205.05198), activations outside the split layers are sharded by their first dimension:
-[s/tp, ...] instead of [s, ...]. This concerns the input of a column-parallel layer and the output of a row-parallel
-layer or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, which together send as many bytes.
-Backward of a column-parallel layer sends one all-gather more, because it gathers the input again.
+[s/tp, ...] instead of [s, ...]. These are the input of a column-parallel layer and the output of a row-parallel layer
+or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, which together send as many bytes. Backward
+of a column-parallel layer needs one more all-gather, because it gathers the input again.
 
-A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. A layer that is built after
-`torch.manual_seed(s)` has the same weights for every group size, equal to those of the plain `torch.nn` layer.
+A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. After `torch.manual_seed(s)`, the
+layer therefore gets the same weights for every group size, equal to the weights of the plain `torch.nn` layer.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,7 @@ WeightGradFn = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class ParallelLayer(nn.Module):
-    """Base class of the linear and embedding layers. It resolves the group once and creates parameters from partition
-    specs."""
+    """Base class of the linear and embedding layers. It creates parameters from partition specs."""
 
     def __init__(self, group: ProcessGroup | None, device: Device, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -89,7 +88,8 @@ class _Linear(torch.autograd.Function):
     backward sums dX over the ranks (*f* in arXiv:1909.08053). With sequence parallelism each rank has a part of X:
     forward gathers the whole X, and backward gathers it again instead of saving it.
 
-    In backward, the all-gather of X overlaps the computation of dX, and the reduction of dX that of dA.
+    In backward, the all-gather of X overlaps the computation of dX, and the reduction of dX overlaps the computation of
+    dA.
     """
 
     @staticmethod
@@ -146,8 +146,8 @@ def linear(
     """XAᵀ + b: [..., i], [o, i], [o] -> [..., o].
 
     weight_grad_fn: computes the weight gradient in backward (default: the fastest matrix product).
-    group: backward sums dX over it (default: no communication).
-    sequence_parallel: x is this rank's [s/tp, ...] of the group's input.
+    group: backward sums dX over this group (default: no communication).
+    sequence_parallel: whether x is this rank's [s/tp, ...] of the group's input.
     """
     needs_grad = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not needs_grad and not sequence_parallel:
@@ -161,10 +161,11 @@ def linear(
 
 class ParallelLinear(ParallelLayer):
     """A linear layer with weight A [output_size, input_size], split along dimension `dim`, and bias b, split if the
-    outputs are. The positional arguments of the subclasses are those of 2019.
+    outputs are. The positional arguments of the subclasses are those of Megatron's first release (2019).
 
     stride: must be 1; other values raise ValueError.
-    keep_master_weight_for_test: keep the whole weight as `master_weight`.
+    keep_master_weight_for_test: store the whole weight, before it is split, as `master_weight`. Only this name of 2019
+        calls the whole weight a master. Elsewhere a master is the float32 copy of a weight.
     """
 
     weight: Tensor
@@ -179,22 +180,21 @@ class ParallelLinear(ParallelLayer):
         stride: int,
         keep_master_weight: bool,
     ) -> None:
-        if stride != 1:  # in 2019 each rank had a part of each of `stride` blocks
+        if stride != 1:  # In 2019 each rank had a part of each of `stride` blocks of the weight.
             raise ValueError(
                 f"stride={stride}: each rank holds a contiguous part of a weight, so stride must be 1; "
                 "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
             )
         full_weight = self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
         self.master_weight = full_weight if keep_master_weight else None
-        # Pipeline schedules that compute weight gradients later set this function.
+        # The zero-bubble schedule sets this function, to compute the weight gradient later.
         self.weight_grad_fn: WeightGradFn | None = None
         self.register_parameter("bias", None)
         if bias:
             self.make_parameter("bias", PartitionSpec(shape[:1], 0 if dim == 0 else None), nn.init.zeros_)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dYᵀX [output_size, input_size] of this rank, from the arguments of `weight_grad_fn`: [t, output_size],
-        [t, input_size]."""
+        """Return dYᵀX, the gradient of this rank's part of the weight: [t, o], [t, i] -> [o, i]."""
         return kernels.weight_gradient(dy, x)
 
 
@@ -277,11 +277,11 @@ class RowParallelLinear(ParallelLinear):
         if self.tp_size == 1:
             return linear(x, self.weight, bias, self.weight_grad_fn)  # XAᵀ + b
         y = self.reduce(linear(x, self.weight, None, self.weight_grad_fn))
-        return y if bias is None else y + bias.to(y.dtype)  # y has a lower precision under torch.autocast.
+        return y if bias is None else y + bias.to(y.dtype)  # Under torch.autocast the bias has a higher precision.
 
 
 class _EmbeddingWithGradSink(torch.autograd.Function):
-    """Return weight[ids]. In backward, a hook receives the gradient of these rows."""
+    """weight[ids]. Backward passes the gradient of these rows to `grad_sink`, and no gradient to autograd."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_sink: Callable[[Tensor, Tensor], object]) -> Tensor:

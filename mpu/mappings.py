@@ -15,8 +15,8 @@ The two papers call different operations g. ColumnParallelLinear contains its ow
 gather), whose collective in backward overlaps the computation of the weight gradient. The model's head calls the
 functions below.
 
-Each operation takes the group (None: the default tensor-parallel group) and keeps it on `ctx`. With one rank an
-operation returns its input. No operation writes to the caller's tensor.
+The group of an operation is the default tensor-parallel group if the argument is None. With one rank an operation
+returns its input. No operation writes to the caller's tensor.
 
 Legend: s sequence, n last dimension, tp tensor-parallel size.
 """
@@ -40,7 +40,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
-    """Gather [s/tp, ...] of every rank to [s, ...]. Return it, and the work handle if async_op. No gradient flows
+    """Return [s, ...], the concatenated x [s/tp, ...] of all ranks, and the work handle if async_op. No gradient flows
     back."""
     gathered = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
     return gathered, all_gather_single(gathered, x.contiguous(), group=group, async_op=async_op)
@@ -99,7 +99,8 @@ class _ApplyCollective(torch.autograd.Function):
 
 
 def apply_collective(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
-    """Apply `forward` to x over the group. The gradient is `backward`. Return x itself if there is only one rank."""
+    """Apply `forward` to x over the group, and `backward` to the gradient. Return x itself if there is only one
+    rank."""
     group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1:
         return x

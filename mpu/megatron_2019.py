@@ -1,5 +1,5 @@
-"""Functions and classes that programs for Megatron's `mpu` of 2019 use, with its arguments. The GPT-2 model uses only
-`checkpoint`, which is `mpu.random.checkpoint` with a process-wide default.
+"""Functions and classes for programs that use the `mpu` of Megatron's first release (2019), with its arguments. The
+GPT-2 model uses only `checkpoint`, which is `mpu.random.checkpoint` with a process-wide default.
 
 Legend: h hidden, tp tensor-parallel size.
 """
@@ -90,7 +90,7 @@ def broadcast_data(
     if state.tensor_model_parallel_rank == 0:
         own = data or {}
         lacking = [key for key in keys if key not in own or own[key].dtype != dtype]
-        # Copies, because a message has the whole storage of a tensor.
+        # Send copies, because a message contains the whole storage of a tensor.
         sent = [lacking or {key: own[key].to("cpu", copy=True) for key in keys}]
     if state.tensor_model_parallel_size > 1:
         src, group = state.tensor_model_parallel_src_rank, state.tensor_model_parallel_group

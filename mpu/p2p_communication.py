@@ -36,7 +36,7 @@ def batched_p2p_ops(
     """Start to send and receive contiguous tensors, each with its peer. Return the transfers of the sends and of the
     receives, in order.
 
-    NCCL runs them as one operation: all proceed at once. Transfers between two ranks are matched by their order.
+    NCCL runs all of these transfers as one operation. Transfers between two ranks are matched by their order.
     """
     operations = [
         dist.P2POp(operator, tensor, group=group, group_peer=peer)

@@ -1,8 +1,8 @@
 """The slicing rule: which part of a parameter each tensor-parallel rank holds.
 
-Initialisation, checkpoints, merging and conversion all use this rule. Ranks and sizes are plain integers, so it works
-without process groups. A parameter is either replicated or split evenly along one dimension. The vocabulary is padded
-first so that it splits evenly. Padding rows exist only in memory and are never part of a slice.
+Initialisation, checkpoints, merging and conversion use this rule. Ranks and sizes are plain integers, so the rule needs
+no process groups. A parameter is either replicated or split evenly along one dimension. The vocabulary is padded so
+that it splits evenly. Padding rows exist only in memory and are never part of a slice.
 """
 
 import math
@@ -20,10 +20,10 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """Return the number of rows of the embedding: the smallest multiple of both other numbers that is at least
-    `vocab_size`.
+    """Return the number of rows of the embedding: the smallest multiple of `divisible_by` and `tp_size` that is at
+    least `vocab_size`.
 
-    Megatron rounds up to a multiple of their product. Here it is their least common multiple: 50,257 becomes 50,304 for
+    Megatron rounds up to a multiple of the product of both. With their least common multiple, 50,257 becomes 50,304 for
     every power of two up to 128, so shapes do not depend on the layout.
     """
     multiple = math.lcm(divisible_by, tp_size)
@@ -31,25 +31,25 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
 
 
 def local_ids(ids: Tensor, first: int | Tensor, end: int | Tensor) -> tuple[Tensor, Tensor]:
-    """For the rank that holds the ids `first` to `end` - 1: each id's row number on this rank [...] (0 if it is on a
-    different rank), and whether it is on this rank [...] bool."""
+    """Return the row number of each id [...] on the rank that holds the ids `first` to `end` - 1, and whether this rank
+    holds the id [...] bool. The row number is 0 for ids of other ranks."""
     is_local = (ids >= first) & (ids < end)
     return (ids - first).masked_fill(~is_local, 0), is_local
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
-    """Raise an error if an id [...] is below 0 (even -100) or not below `vocab_size`. Without the check, no rank would
-    hold such an id, and its embedding would silently be zero.
+    """Raise an error if an id [...] is below 0 (even -100) or not below `vocab_size`. Without this check, the embedding
+    of such an id would silently be zero, because no rank has a row for the id.
 
-    Like torch, it raises an IndexError on a CPU and a device-side assertion on a GPU, where the host does not wait.
-    Checking 8,192 ids takes 0.05 ms on one thread of a busy Xeon, one id 0.02 ms.
+    Like torch, the function raises IndexError on a CPU. On a GPU the device fails with an assertion, so that the host
+    does not wait. Checking 8,192 ids takes 0.05 ms on one thread of a busy Xeon, one id 0.02 ms.
     """
-    inside = (ids >= 0) & (ids < vocab_size)
+    is_valid = (ids >= 0) & (ids < vocab_size)
     problem = f"not in the vocabulary, 0 to {vocab_size - 1}; to leave a token out, multiply its loss by 0"
     if not ids.is_cpu or torch.compiler.is_compiling():
-        torch._assert_async(inside.all(), f"a {name} is {problem}")
-    elif not inside.all():
-        raise IndexError(f"the {name} {ids[~inside][0]} is {problem}")
+        torch._assert_async(is_valid.all(), f"a {name} is {problem}")
+    elif not is_valid.all():
+        raise IndexError(f"the {name} {ids[~is_valid][0]} is {problem}")
 
 
 @dataclass(frozen=True)

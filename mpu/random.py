@@ -9,7 +9,7 @@ does not. All other dropout draws from two streams:
                         are split, and of hidden states with sequence parallelism
 
 A program that needs different numbers on each data-parallel rank or pipeline stage must pass different seeds. All
-functions work on CPU and GPU; "cuda" in some names is from 2019.
+functions work on CPU and GPU. Some names contain "cuda" because Megatron's names do.
 
 Dropout with `make_dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a
 function of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in
@@ -58,9 +58,10 @@ def _set_state(state: Tensor) -> None:
 
 
 class RNGStatesTracker:
-    """Named random number streams. Inside `fork(name)` the default generator is that stream.
+    """Named random number streams. Inside `fork(name)` torch's default generator draws from the stream `name`.
 
-    A state is a state of torch's generator, uint8: of the GPU if the process uses one, else of the CPU.
+    A stream is saved as a generator state of torch, uint8: of the GPU's generator if the process uses a GPU, else of
+    the CPU's.
     """
 
     def __init__(self) -> None:
@@ -113,9 +114,8 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
 def current_rng_tracker() -> RNGStatesTracker:
     """Return `mpu.get_cuda_rng_tracker()`. The layers and `checkpoint` use this function.
 
-    A program may replace `mpu.get_cuda_rng_tracker`. DeepSpeed's activation checkpointing does, because it repeats only
-    the states of the tracker that it provides. Masks must therefore be drawn from that tracker, and this function looks
-    the name up in the package at each call.
+    A program may replace `mpu.get_cuda_rng_tracker`, so this function looks the name up in the package at each call.
+    DeepSpeed's activation checkpointing replaces it, because it repeats the masks of its own tracker only.
     """
     return sys.modules["mpu"].get_cuda_rng_tracker()  # type: ignore[no-any-return]
 
@@ -123,7 +123,7 @@ def current_rng_tracker() -> RNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None = None) -> None:
     """Seed the default generator with `seed`, and this rank's tracker with `seed + 2718 + tensor-parallel rank`.
 
-    The seeds are those of Megatron in 2019: data-parallel ranks that pass the same seed draw the same numbers.
+    The seeds are those of Megatron's first release: data-parallel ranks that pass the same seed draw the same numbers.
 
     device: the model's device, whose generator the tracker uses (default: the GPU if the process has used one, else the
         CPU).
@@ -137,11 +137,11 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
 
 
 def make_dropout_seeds(seed: int, sample_ids: Tensor, num_layers: int) -> Tensor:
-    """Return what identifies the dropout masks of a micro-batch, int64 [l, b, 3]: the run's seed, the sample's number
-    and the layer's number.
+    """Return the numbers that determine the dropout masks of a micro-batch, int64 [l, b, 3]: the seed, the number of
+    the sample and the number of the layer. They are a tensor because torch.compile would compile a layer again for each
+    new integer.
 
-    sample_ids: int64 [b], the global numbers of the samples, on the model's device. They are tensors because
-        torch.compile would compile a layer again for each new integer.
+    sample_ids: int64 [b], the numbers of the samples in the whole run, on the model's device.
     """
     seeds = torch.empty(num_layers, sample_ids.numel(), 3, dtype=torch.int64, device=sample_ids.device)
     seeds[..., 0] = seed
@@ -218,13 +218,13 @@ def checkpoint_without_output(
     as GELU or layer norm, which backward computes again. x and function(x) have the same shape, for example [s, b, h].
     With several xs, the consumer gets function(x) of each.
 
-    `function` saves its input for its own backward anyway, so this adds no memory. The function's output must be
+    `function` saves x for its own backward anyway, so saving x needs no more memory. The output of `function` must be
     contiguous. Under torch.compile this is a plain call, because the compiler decides what to save or recompute.
 
-    It saves 19 of the 50 MB that a layer of GPT-2 124M keeps for a micro-batch on a CPU, and costs up to 6 % of the
-    time (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.
-    Megatron's CheckpointWithoutOutput frees the output and restores it in a hook. Here, a saved-tensor hook recognises
-    the output by its address when the consumer saves it, and saves the input instead.
+    In a layer of GPT-2 124M on a CPU, this frees 19 of the 50 MB of a micro-batch and costs up to 6 % of the time
+    (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.
+    Megatron's CheckpointWithoutOutput frees the output and restores it in a hook. This function uses a saved-tensor
+    hook: when the consumer saves the output, the hook recognises its address and saves the input instead.
     """
     ys = [function(x) for x in xs]
     if torch.compiler.is_compiling():

@@ -2,9 +2,9 @@
 
 Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, tp tensor-parallel size.
 
-Hidden states are [s, b, h] and replicated; between a column-parallel and a row-parallel linear layer they are split.
-With sequence_parallel (arXiv:2205.05198) they are [s/tp, b, h] everywhere else, so layer norms, dropout and their saved
-activations are split as well.
+Hidden states [s, b, h] are replicated. Between a column-parallel and a row-parallel linear layer they are split. With
+sequence_parallel (arXiv:2205.05198), hidden states outside of these layers are [s/tp, b, h], which also splits the work
+and the saved activations of layer norms and dropout.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ class TransformerConfig:
     ffn_hidden_size: f, the width inside the MLP.
     attention_dropout: dropout of the attention probabilities.
     hidden_dropout: dropout of the outputs of attention and MLP.
-    layernorm_epsilon: a number that is added to the variance.
+    layernorm_epsilon: the number that layer norms add to the variance.
     gelu: "tanh" (GPT-2) or "erf".
 
     recompute_granularity: what backward computes again instead of loading saved activations. "selective": the outputs
         of GELU and layer norm (in megatron.core: the core of attention). "full": everything except the inputs of
-        layers; a stack of layers implements it, and a single layer ignores it.
+        layers. The model implements "full"; a layer ignores this value.
     sequence_parallel: shard activations along the sequence between the split layers; the group's size must divide the
         sequence.
     group: the ranks over which the layer is split (default: the default tensor-parallel group).
@@ -89,8 +89,8 @@ class TransformerConfig:
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's layer norm over [..., normalized_shape], replicated. With sequence_parallel its parameters are marked,
-    because their gradients are partial sums. Positional arguments are those of Apex's layer norm in 2019."""
+    """torch's layer norm over [..., normalized_shape], replicated. With sequence_parallel, the gradients of its
+    parameters are partial sums. The positional arguments are those of Apex's layer norm."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class ParallelSelfAttention(nn.Module):
             h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
         )
         divide(config.num_attention_heads, self.dense.tp_size)
-        # The attention of documents, and that whose dropout masks torch's generators draw. In a compiled layer it
-        # runs outside the graph.
+        # This function computes attention within documents, and attention whose dropout masks come from torch's
+        # generators. `ParallelTransformerLayer.compile` replaces it by a function that runs outside the graph.
         self.eager_attention_fn = core_attention
 
     def forward(
@@ -152,7 +152,8 @@ class ParallelSelfAttention(nn.Module):
         packed_seq_params: lengths of the documents; None lets each token attend to all tokens before it.
         attention_fn: replaces causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by
             `KeyValueCache.attend`.
-        dropout_seeds: this layer's part of `mpu.make_dropout_seeds`; None draws the masks from torch's generators.
+        dropout_seeds: int64 [b, 3], the entry of this layer in the result of `mpu.make_dropout_seeds`. Without seeds,
+            torch's generators draw the masks.
         """
         qkv = self.split_heads(self.query_key_value(x))
         out: Tensor = self.dense(
@@ -174,9 +175,10 @@ class ParallelSelfAttention(nn.Module):
         first_head: int,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp].
+        """Compute the attention of successive heads: [s, b, n/tp, 3, d] -> [s, b, h/tp].
 
-        bias: see `kernels.causal_attention`; only without documents and dropout.
+        first_head: the number of the first head in qkv.
+        bias: see `kernels.causal_attention`. It must be None with documents or dropout.
         """
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p == 0 and packed_seq_params is None:
@@ -218,19 +220,19 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = self.dense_h_to_4h(x)  # [s, b, f/tp]
+        intermediate = self.dense_h_to_4h(x)  # [s, b, f/tp]
         out: Tensor = (
-            checkpoint_without_output(self.gelu, self.dense_4h_to_h, inside)
+            checkpoint_without_output(self.gelu, self.dense_4h_to_h, intermediate)
             if self.recompute
-            else self.dense_4h_to_h(self.gelu(inside))
+            else self.dense_4h_to_h(self.gelu(intermediate))
         )
         return out
 
 
 @dataclass(frozen=True)
 class ModelSubmodules:
-    """The implementations of a model's parts, like the `...Submodules` of megatron.core. Each is a class or function
-    with the signature of the default."""
+    """The implementations of a model's parts, like the `...Submodules` of megatron.core. Each field is a class or a
+    function with the signature of its default."""
 
     self_attention: Callable[..., ParallelSelfAttention] = ParallelSelfAttention
     mlp: Callable[..., ParallelMLP] = ParallelMLP
@@ -300,8 +302,9 @@ class ParallelTransformerLayer(nn.Module):
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """`forward`. A compiled layer runs in the tracker's stream if its attention draws random numbers from a
-        generator. The other dropout of this layer draws none: its masks are computed from `dropout_seeds`."""
+        """Call `forward`. If the attention of a compiled layer draws dropout masks from a generator, as on a GPU, the
+        whole layer runs in the random stream of the tracker. Hidden dropout does not use the stream, because its masks
+        are computed from `dropout_seeds`."""
         attention_draws = (
             self.training and self.attention.attention_dropout > 0 and not kernels.has_seeded_attention(x.device.type)
         )
@@ -327,7 +330,7 @@ class ParallelTransformerLayer(nn.Module):
             attention_fn=attention_fn,
             dropout_seeds=dropout_seeds,
         )
-        # No loop or `with` around the branches: a graph break inside one makes torch.compile skip the whole layer.
+        # The branches are not in a loop or a `with` block: torch.compile skips a layer whose graph breaks inside one.
         norm = self.input_layernorm
         branch = checkpoint_without_output(norm, attention, x) if self.recompute else attention(norm(x))
         x = x + self._dropout(branch, dropout_seeds, POST_ATTENTION_DROPOUT)
