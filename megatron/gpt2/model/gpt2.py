@@ -1,8 +1,8 @@
 """GPT-2: embeddings, a stack of parallel layers, and a head that is tied to the word embeddings.
 
 With pipeline parallelism a rank holds model chunks of successive layers. The first chunk has the embeddings; the last
-one has the final norm, the head and the loss. Both chunks have a copy of the tied matrix. All parameters keep their
-names in the whole model, which are those of Megatron's 2019 checkpoints.
+one has the final norm, the head and the loss. Both chunks have a copy of the tied matrix. The names of the parameters
+are those of Megatron's 2019 checkpoints. A chunk uses the names of the whole model.
 
 Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, tp tensor-parallel size.
 """
@@ -46,14 +46,15 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
 
 @dataclass(frozen=True)
 class TransformerBlockConfig(mpu.TransformerConfig):
-    """The configuration of the layers, and what a stack of them saves for backward. Names are those of megatron.core.
+    """The configuration of the layers, and of the activations that the block saves for backward. Names are those of
+    megatron.core.
 
     recompute_num_layers: with recompute_granularity "full", how many layers are recomputed from one saved input.
-    distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
-        sequence_parallel, which shards them already.
-    checkpoint_in_cpu: with "full", these inputs are saved in host memory. It has no effect on a CPU.
-    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory. It has no
-        effect on a CPU.
+    distribute_saved_activations: with "full", each rank saves only its shard of these inputs. This field has no effect
+        with sequence_parallel, which already shards the inputs.
+    checkpoint_in_cpu: with "full", these inputs are saved in host memory. This field has no effect on a CPU.
+    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory. This field
+        has no effect on a CPU.
     """
 
     recompute_num_layers: int = 1
@@ -81,7 +82,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self._layer_numbers = config, layer_numbers
-        # The block calls the hook before each layer's forward.
+        # The block calls this hook with the number of a layer before it calls the layer.
         self.layer_pre_hook: Callable[[int], object] = lambda number: None
 
         # FusedTransformerLayer supports only the default submodules. On a CPU it runs the base class's forward.
@@ -139,8 +140,8 @@ class TransformerBlock(nn.Module):
                 self.layer_pre_hook(number)
             run = functools.partial(self._run_layers, layer_numbers, packed_seq_params, cache, layer_seeds)
             if full:
-                # All arguments are tensors, because DeepSpeed's replacement of mpu.checkpoint may shard each argument
-                # over the ranks. The attribute marks x as already sharded.
+                # x is the only argument, because DeepSpeed's replacement of mpu.checkpoint may shard each argument over
+                # the ranks. The attribute tells DeepSpeed that x is already sharded.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
                 x = mpu.checkpoint(run, x, **self._checkpoint_options())
@@ -167,8 +168,8 @@ class TransformerBlock(nn.Module):
         return x
 
     def _checkpoint_options(self) -> dict[str, Any]:
-        """Keyword arguments for `mpu.checkpoint`. A replacement of that function may not accept any, so defaults are
-        left out."""
+        """Return the keyword arguments for `mpu.checkpoint`, without default values, because DeepSpeed's replacement of
+        this function accepts no keyword arguments."""
         config = self.config
         options: dict[str, Any] = {}
         if config.distribute_saved_activations and not config.sequence_parallel:
@@ -177,9 +178,8 @@ class TransformerBlock(nn.Module):
 
 
 class TiedGradSink(Protocol):
-    """Receives the gradient of the word embeddings, which are also the head's weight: in backward first the head's
-    gradient, then the embedding's. Autograd would add the two in the model's precision and allocate three more matrices
-    of that size."""
+    """Receives both gradients of the tied matrix: backward computes the head's gradient first and the embedding's last.
+    Autograd would add them in the model's precision, and allocate three more matrices of their size."""
 
     def add(self, gradient: Tensor) -> None:
         """Add the head's gradient, [v/tp, h] in the model's dtype."""
@@ -281,7 +281,7 @@ class GPT2Model(nn.Module):
             nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
         self._cross_entropy = submodules.linear_cross_entropy
-        # Without it, autograd adds the gradients of head and embedding.
+        # If this is None, autograd adds the gradients of head and embedding.
         self.tied_grad_sink: TiedGradSink | None = None
         self.is_compiled = False
 
@@ -344,7 +344,7 @@ class GPT2Model(nn.Module):
         """tokens [b, s] int64 -> the input of the head, [s, b, h], equal on every rank that has the head. Without
         gradient. Every rank of the pipeline must call this method.
 
-        cache: gives and stores keys and values.
+        cache: stores the keys and values of earlier tokens.
         positions: the positions of the tokens in the cache's rows, [b, s] int64.
         """
         for layer_range in self.layer_ranges:
@@ -435,8 +435,8 @@ def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mp
 
 
 def count_parameters(config: ModelConfig, tp_size: int = 1) -> tuple[int, int]:
-    """Return two numbers of parameters: of the whole model with the true vocabulary, and of each tensor-parallel rank
-    with the padded vocabulary. No weight is created."""
+    """Return two numbers of parameters: those of the whole model with the true vocabulary, and those of each
+    tensor-parallel rank with the padded vocabulary. No weight is created."""
     specs = model_partition_specs(config, tp_size).values()
     return (
         sum(math.prod(spec.global_shape) for spec in specs),

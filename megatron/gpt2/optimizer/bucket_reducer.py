@@ -23,17 +23,25 @@ BYTES_AT_ONCE = 32 << 20  # of gradients that a GPU adds to their buckets in one
 
 
 class BucketReducer:
-    """Sums the gradients of a step over micro-batches and data-parallel ranks. `buffer.owned_grads()` has the result.
+    """Sums the gradients of a step over micro-batches and data-parallel ranks. `buffer.owned_grads()` returns the sums.
 
     Each gradient is added to its bucket in float32 as soon as autograd has computed it, and is then freed. When a
     bucket has the gradients of all micro-batches, it is sent asynchronously: by all-reduce, or by reduce-scatter if the
-    optimizer is sharded. Buckets are always sent in the same order, so all ranks call the same collectives in the same
-    order even if their autograd engines do not.
+    optimizer is sharded. All ranks send the buckets in the same order, even if autograd computes gradients in different
+    orders. Example: two buckets of two parameters, and two micro-batches:
+
+        after                    _awaited     _incomplete   _sent
+        begin(2)                 2 2 | 2 2    2 | 2
+        micro-batch 0            1 1 | 1 1    2 | 2
+        half of micro-batch 1    0 0 | 1 1    0 | 2         bucket 0
+        micro-batch 1            0 0 | 0 0    0 | 0         bucket 0, bucket 1
+        finish_grad_sync         0 0 | 0 0    0 | 0         (has waited for both)
 
     Under sequence parallelism, gradients of replicated parameters are also summed over the tensor-parallel group.
 
     in_bf16: whether gradients are rounded to bf16 before they are sent, and summed in bf16.
-    embedding_group: the ranks that have the parameter `buffer.tied_param`. Its gradient is summed over them at the end.
+    embedding_group: the ranks that have the parameter `buffer.tied_param`. At the end of a step, its gradient is summed
+        over these ranks.
     """
 
     def __init__(
@@ -48,10 +56,9 @@ class BucketReducer:
         self._group = group if group is not None and group.size() > 1 else None
         self._in_bf16, self._embedding_group = in_bf16, embedding_group
         self._bucket_of = self._buckets_of_gradients()
-        # For each bucket that was sent, this has the collective and this rank's shard of the sum. It is None after the
-        # shard was received.
+        # the collective and this rank's shard of the sum, for each bucket that was sent; None after it was received
         self._sent: list[tuple[dist.Work, Tensor] | None] = []
-        # the gradients that `_collect` has not added yet, and their size
+        # the gradients that `_add_collected` will add, and their size
         self._collected: dict[str, Tensor] = {}
         self._collected_bytes = 0
         self.begin(0)
@@ -62,7 +69,7 @@ class BucketReducer:
         """Start a step in which every parameter gets `num_microbatches` gradients."""
         self._awaited = dict.fromkeys(self._bucket_of, num_microbatches)
         self._incomplete = list(Counter(self._bucket_of.values()).values())
-        self._begun: set[str] = set()  # the parameters that already have a gradient in this step
+        self._begun: set[str] = set()  # the parameters that have a gradient in this step
 
     def finish_grad_sync(self) -> None:
         """Wait until every bucket of the step is reduced."""
@@ -83,14 +90,14 @@ class BucketReducer:
             self._grad(name).add_(gradient)
 
     def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
-        """Add a gradient that is 0 except in some rows: gradients [t, h] for the rows [t] int64. The order of the rows
-        must be the same in each run."""
+        """Add a gradient that is 0 outside of the given rows: gradients [t, h] for the rows [t] int64. Every run must
+        pass the rows in the same order, which decides the order of the sums."""
         if self._mark_begun(name):
             self._grad(name).zero_()
         kernels.add_rows_(self._grad(name), rows, gradients)
 
     def register_grad_ready(self, name: str) -> None:
-        """Mark the gradient of one micro-batch for the parameter `name` as complete. Send buckets that are complete."""
+        """Count the gradient of one micro-batch for the parameter `name`. Send the buckets that are now complete."""
         self._awaited[name] -= 1
         if self._awaited[name] == 0:
             self._incomplete[self._bucket_of[name]] -= 1
@@ -117,15 +124,15 @@ class BucketReducer:
 
         def on_grad_accumulated(parameter: Tensor) -> None:
             reducer = reference()
-            if parameter.grad is not None and reducer is not None:  # If it is None, `add` has already added it.
+            if parameter.grad is not None and reducer is not None:  # Without a `grad`, `add` has already added it.
                 gradient, parameter.grad = parameter.grad, None
                 reducer._collect(name, gradient)
 
         return on_grad_accumulated
 
     def _collect(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient that autograd has computed, and mark it as complete. On a GPU several gradients are added in
-        one launch, at the latest at the end of the backward pass."""
+        """Add a gradient that autograd has computed, and count it. On a GPU one launch adds several gradients, at the
+        latest at the end of the backward pass."""
         if not gradient.is_cuda:
             self.add(name, gradient)
             self.register_grad_ready(name)
@@ -155,43 +162,44 @@ class BucketReducer:
     def _send(self, index: int) -> tuple[dist.Work, Tensor]:
         """Start to reduce bucket `index`. Return the collective, and the tensor for this rank's shard of the sum."""
         grads, bucket = self._buffer.bucket_grads(index), self._buffer.buckets[index]
-        inside = slice_within(self._buffer.shard_range(bucket), bucket.range)
+        shard = slice_within(self._buffer.shard_range(bucket), bucket.range)
         sent = grads.bfloat16() if self._in_bf16 else grads
         if self._buffer.is_sharded:
-            work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
+            work = reduce_scatter_single(sent[shard], sent, group=self._group, async_op=True)
         else:
             work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
-        return work, sent[inside]
+        return work, sent[shard]
 
     def _receive(self, index: int) -> None:
+        """Wait for bucket `index`, and write this rank's shard of the sum to the buffer."""
         received = self._wait_for_bucket(index)
         if self._in_bf16:
             self._buffer.shard_grads(index).copy_(received)
 
     def _wait_for_bucket(self, index: int) -> Tensor:
         """Wait for bucket `index` and return this rank's shard of its sum."""
-        sent, self._sent[index] = self._sent[index], None  # The assignment of None frees the tensor that was sent.
+        sent, self._sent[index] = self._sent[index], None  # None frees the tensor that was sent.
         assert sent is not None
         sent[0].wait()
         return sent[1]
 
 
 class ShardedGradReducer(BucketReducer):
-    """--shard-gradients: ZeRO stage 2 (arXiv:1910.02054). Every micro-batch sends its gradients, and each rank keeps
-    only its shard of the sums. At most two whole buckets exist at a time: the bucket that backward fills, and the
+    """--shard-gradients: ZeRO stage 2 (arXiv:1910.02054). The gradients of every micro-batch are sent, and each rank
+    keeps only its shard of the sums. At most two whole buckets exist at a time: the bucket that backward fills, and the
     previous one, which is being sent. Micro-batches must run their backward passes in order."""
 
     def begin(self, num_microbatches: int) -> None:
-        """Start a step of `num_microbatches` rounds. A round is one micro-batch, which the base class treats as a step
-        with one gradient per parameter. `_send_ready` starts each next round. The last call, with 0, awaits no
-        gradient."""
-        self._remaining_rounds, self._num_received = num_microbatches, 0
+        """Start a step. The base class treats each micro-batch as a step with one gradient per parameter. When all
+        buckets of a micro-batch are sent, `_send_ready` calls `begin` with the number of remaining micro-batches; after
+        the last micro-batch it is 0, and no gradient is awaited."""
+        self._remaining_microbatches, self._num_received = num_microbatches, 0
         super().begin(1 if num_microbatches else 0)
 
     def _send_ready(self) -> None:
-        """Also receive all buckets that were sent, except the last one, whose reduction overlaps backward. After the
-        last bucket of a round, receive all and start the next round."""
+        """Also receive the sent buckets, except the newest one, whose reduction overlaps backward. If all buckets of
+        the micro-batch are sent, receive all of them and start the next micro-batch."""
         super()._send_ready()
         is_last = len(self._sent) == len(self._buffer.buckets)
         while self._num_received < len(self._sent) - (0 if is_last else 1):
@@ -199,9 +207,11 @@ class ShardedGradReducer(BucketReducer):
             self._num_received += 1
         if is_last:
             self._sent.clear()
-            self.begin(self._remaining_rounds - 1)
+            self.begin(self._remaining_microbatches - 1)
 
     def _receive(self, index: int) -> None:
+        """Wait for bucket `index`, add this rank's shard of the sum to its shard of earlier micro-batches, and free the
+        bucket."""
         self._buffer.accumulate_shard(index, self._wait_for_bucket(index))
 
 
@@ -222,7 +232,7 @@ class TiedGradAccumulator:
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of the head, [v/tp, h]. With joins_parts, `add_rows` adds it later."""
         if self._joins_parts:
-            # Keep it in the model's precision for now, because memory is fullest at the start of backward.
+            # Keep the gradient in the model's precision, because memory is fullest at the start of backward.
             self._head_gradient = gradient
         else:
             self._reducer.add(self._name, gradient)
@@ -239,8 +249,8 @@ class TiedGradAccumulator:
 
 
 def all_reduce_partial_grads(buffer: ParamAndGradBuffer) -> None:
-    """Sum the gradients that are partial under sequence parallelism over the tensor-parallel group. Each rank sums its
-    owned ranges, which are the same on all ranks of the group."""
+    """Sum gradients that are partial under sequence parallelism over the tensor-parallel group. All ranks of this group
+    have the same owned ranges."""
     if any(owned.group_key.is_sequence_parallel for owned in buffer.owned_ranges):
         all_reduce_coalesced(
             [
@@ -254,8 +264,8 @@ def all_reduce_partial_grads(buffer: ParamAndGradBuffer) -> None:
 def choose_bucket_size(requested: int, data_parallel_size: int) -> int:
     """Return the number of elements of a bucket: `requested` (--ddp-bucket-size), or less with one data-parallel rank.
 
-    One data-parallel rank sends nothing, and the memory of freed activations can hold small buckets. On a CPU, 124M
-    parameters then take 3.1 GB instead of 3.5.
+    One data-parallel rank sends nothing, so small buckets cost no time. They fit into the memory that freed activations
+    leave: on a CPU, a run with 124M parameters then takes 3.1 GB instead of 3.5.
     """
     return requested if data_parallel_size > 1 else min(requested, 1_000_000)
 
@@ -263,9 +273,9 @@ def choose_bucket_size(requested: int, data_parallel_size: int) -> int:
 class ParamAllGather:
     """Gathers the parameters that other ranks' optimizers have updated, while the next forward runs.
 
-    `start_param_sync` starts an all-gather for each bucket, from the end of the buffer, because the buffer has the
-    order of backward, and forward needs the parameters in the opposite order. The model waits for the parameters
-    outside its layers before it starts, and for the buckets of a layer before the layer. Other code must call
+    `start_param_sync` starts an all-gather for each bucket, the last bucket first: the buffer has the order of
+    backward, and forward needs the parameters in the opposite order. The model waits for the parameters outside its
+    layers before its forward pass, and for the buckets of a layer before this layer. Other code must call
     `finish_param_sync` before it reads parameters. Without a sharded optimizer the object does nothing.
     """
 
@@ -280,7 +290,7 @@ class ParamAllGather:
             for layer in {_layer_of(name) for name in bucket.names}:
                 needed[layer].append(index)
         model.register_forward_pre_hook(lambda module, args: self.finish_param_sync(needed[None]))
-        # The block calls this hook. A hook of the layer would become a part of the graph that torch.compile makes.
+        # The hook is the block's, because torch.compile would make a hook of a layer part of the layer's graph.
         model.transformer.layer_pre_hook = lambda layer: self.finish_param_sync(needed[layer])
 
     def start_param_sync(self) -> None:

@@ -6,19 +6,20 @@ A matrix W [m, n] with the gradient g, unscaled and clipped, the learning rate �
     U = orthogonalize(μ M + (1 − μ) g)               Nesterov's momentum
     W ← (1 − η λ) W − η · c · √max(m, n) · U         c = --muon-extra-scale-factor
 
-With muP, √max(m, n) is that of the base width. An update then has the same spectral norm at every width.
+With muP, m and n in √max(m, n) are those of a model with the base width, so an update has the same spectral norm at
+every width.
 
 Sources: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) for μ = 0.95, Nesterov and the iteration of
 `orthogonalize`. Moonlight (arXiv:2502.16982) for weight decay and c = 0.2: an update then has the root mean square of
 a typical update of AdamW, so both parts share --lr and --weight-decay. This is Megatron's --muon-scale-mode spectral.
 
-Q, K and V are orthogonalized separately, as in Megatron: attention uses them as three matrices, and together the one
-with the largest gradient would decide the scale of all three. The order of the heads does not matter, because
-orthogonalization does not depend on the order of rows.
+Q, K and V are orthogonalized separately, as in Megatron. In one matrix, the largest of their gradients would decide the
+scale of all three. The order of the heads does not matter, because orthogonalization does not depend on the order of
+rows.
 
-Each whole matrix is orthogonalized by one rank, with the same operands in every layout. So --exact-layouts holds, and
-the work is divided over the tensor-parallel ranks, with a sharded optimizer also over the data-parallel ranks. Per
-step a rank then sends its part of each matrix and receives the update, 4 bytes for each element.
+One rank orthogonalizes a whole matrix, with the same operands in every layout, as --exact-layouts needs. The matrices
+are divided over the tensor-parallel ranks, and with a sharded optimizer also over the data-parallel ranks. In a step a
+rank sends its part of each matrix and receives the update of this part, 4 bytes for each element.
 """
 
 import collections
@@ -36,10 +37,11 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from mpu.initialize import new_tensor_and_data_parallel_group
 
-# With Keller Jordan's coefficients, singular values end between 0.7 and 1.2 after 5 steps. Smaller values grow by up to
-# 3.4445 in each step.
+# Keller Jordan's coefficients: after 5 iterations, singular values are between 0.7 and 1.2. A small singular value grows
+# by a factor of up to 3.4445 in each iteration.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# The kernels of a GPU for one small matrix are shorter than their launches. A batch takes up to 128 MiB in float32.
+# On a GPU, kernels for one small matrix take less time than their launches. This number of elements takes 128 MiB in
+# float32.
 GPU_BATCH_ELEMENTS = 2**25
 
 
@@ -52,7 +54,7 @@ def layer_matrices(model: GPT2Model) -> list[str]:
 def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """Return approximately U Vᵀ for each matrix U Σ Vᵀ: [k, m, n] float32 -> [k, m, n] of `dtype`.
 
-    It applies the Newton-Schulz iteration X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X `steps` times, in `dtype`.
+    The function applies the Newton-Schulz iteration X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X `steps` times, in `dtype`.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = x.size(1) > x.size(2)
@@ -68,8 +70,8 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     """Updates `buffer.muon_params` of `model` with Muon, and the other parameters with AdamW.
 
     others: the arguments of `MixedPrecisionOptimizer`.
-    batch_elements: how many elements of matrices a rank may orthogonalize together; it takes at least one matrix. A
-        batch can round differently than its matrices would.
+    batch_elements: the largest number of elements of the matrices that a rank orthogonalizes together. A larger matrix
+        is orthogonalized alone. A batch can round differently than single matrices.
     timeout: the time limit of a collective.
     """
 
@@ -82,7 +84,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         self._group = new_tensor_and_data_parallel_group(timeout) if self.buffer.is_sharded else model.group
         self._matrix_indices = [i for i, owned in enumerate(self.buffer.owned_ranges) if owned.group_key.uses_muon]
         self._empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
-        # Matrices of equal shape are neighbours. Rank 1 of 4 orthogonalizes the matrices 1, 5, 9, ... of a round.
+        # Matrices of equal shape are neighbours in a round. Rank 1 of 4 orthogonalizes matrices 1, 5, 9, ... of a round.
         shapes = {name: self.buffer.parameters[name].shape for name in self.buffer.muon_params}
         names = sorted(shapes, key=lambda name: (shapes[name].numel(), shapes[name]), reverse=True)
         self._ranks = len(self.buffer.elements_by_rank(names[0])) * self._tensor_size  # of `_group`
@@ -121,9 +123,11 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             self.buffer.round_master(index)
 
     def _orthogonalize_round(self, grads: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Replace the parts of the matrices `names` in `grads` by those of the scaled, orthogonalized matrices.
+        """Orthogonalize and scale the matrices `names`. `grads` has this rank's parts of the matrices, and gets its
+        parts of the results.
 
-        Each rank sends its parts of a matrix to the rank that orthogonalizes it, and gets the results back."""
+        Each rank sends its part of a matrix to the rank that orthogonalizes the matrix, and receives the result for
+        this part."""
         buffer, t = self.buffer, self._tensor_size
         sizes = {name: buffer.elements_by_rank(name) for name in names}
         parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.owned_part(name)]}

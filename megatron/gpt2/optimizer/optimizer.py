@@ -1,9 +1,9 @@
 """AdamW on float32 masters, for fp32, bf16 and fp16, without a host synchronisation.
 
-Three decisions of a step are scalars on the device: whether it is skipped, how much gradients are clipped, and the
-learning rate, which counts steps that were not skipped. The host reads these values only at log lines.
+Three values of a step are scalars on the device: whether the step is skipped, the factor that clips gradients, and the
+learning rate, which depends on the number of steps that were not skipped. The host reads them only for log lines.
 
-Each rank updates the local shards of `buffer`. These are the whole buffer or, with a sharded optimizer (ZeRO stage 1,
+Each rank updates its owned ranges of the buffer: the whole buffer or, with a sharded optimizer (ZeRO stage 1,
 arXiv:1910.02054), one shard of every bucket. With a sharded optimizer, the ranks then gather each other's parameters.
 """
 
@@ -27,10 +27,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LossScaler:
-    """The loss scale of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16. It is on the
-    device, so an update does not make the host wait.
+    """The loss scale of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16. The scale is
+    on the device, so the host does not wait for an update.
 
-    The semantics of a dynamic scale are those of Megatron. The first `hysteresis` - 1 overflows only skip the step.
+    A dynamic scale changes as in Megatron. The first `hysteresis` - 1 overflows only skip the step.
     Each later overflow also halves the scale, to `min_loss_scale` at least. `loss_scale_window` steps in a row without
     an overflow double the scale and reset the hysteresis.
 
@@ -56,7 +56,7 @@ class LossScaler:
         self._clean_steps = torch.where(overflow, 0.0, self._clean_steps + 1)
         double = ~overflow & (self._clean_steps % self._config.loss_scale_window == 0)
         halved = (self.scale / 2).clamp_min(self._config.min_loss_scale)
-        # The update is in place, so that all references to `scale` see the new value.
+        # The update is in place, because other objects have references to `scale`.
         self.scale.copy_(torch.where(halve, halved, torch.where(double, self.scale * 2, self.scale)))
         left = self._hysteresis_left - (overflow & ~halve).float()
         self._hysteresis_left = torch.where(double, float(self._config.hysteresis), left)
@@ -69,7 +69,7 @@ class LossScaler:
         return {name: value.item() for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load the result of `state_dict`. A constant scale is determined by the flag, so its state is ignored."""
+        """Load the result of `state_dict`. The state of a constant scale is ignored, because a flag determines it."""
         if self._dynamic and "clean_steps" in state:
             self.scale.fill_(state["scale"])
             self._clean_steps.fill_(state["clean_steps"])
@@ -94,9 +94,10 @@ def learning_rates(
         exponential  max(f, p·2^−r)
         WSD          p until D iterations before N, then f + (p − f)·(2·2^−q − 1), q running from 0 to 1 over those D
 
-    After N the rate is constant. cosine-2019 continues runs of Megatron from 2019: max(f, p/2·(cos(π(n − w)/N) + 1))
-    with n at most N − w, so that it ends above the floor. An update uses n = the number of earlier updates, so the
-    first one has the rate 0 under a warm-up. A log line shows the rate after its update is counted.
+    After N the rate is constant. cosine-2019 is the formula of Megatron's first release:
+    max(f, p/2·(cos(π(n − w)/N) + 1)) with n at most N − w, so the rate ends above the floor. An update uses n = the
+    number of earlier updates, so with a warm-up the first update has the rate 0. A log line shows the rate of the next
+    update.
     """
     p, f, style = config.lr, config.min_lr, config.lr_decay_style
     w, end = config.warmup_and_decay(default_decay_iters, batch)
@@ -131,13 +132,14 @@ def learning_rates(
 
 
 class MixedPrecisionOptimizer:
-    """Norm → skip if it is not finite → unscale, clip, AdamW on the masters → round into the model → learning rate.
+    """Computes the gradient norm, and skips the step if the norm is not finite. Otherwise it unscales and clips the
+    gradients, updates the masters with AdamW, and rounds the masters into the model.
 
-    It is the same for fp32, bf16 and fp16, except for `buffer` (in fp32 the masters are the parameters) and `scaler`.
-    In every precision, a gradient norm that is not finite skips the step, to protect the weights.
+    The code is the same for fp32, bf16 and fp16. Only `buffer` (in fp32 the masters are the parameters) and `scaler`
+    differ.
 
-    lr_by_update: [iterations + 1], the learning rate after n updates, that is, steps that were not skipped. After
-        the end of the schedule, the last rate is used.
+    lr_by_update: [iterations + 1], the learning rate after n updates (steps that were not skipped). After the end of
+        the schedule, the last rate is used.
     squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
 
     These attributes are scalars on the device:
@@ -147,9 +149,9 @@ class MixedPrecisionOptimizer:
     grad_norm: float32, of the last step before clipping.
     learning_rate: float32, of the next step.
 
-    With an offloaded optimizer, masters and moments are in host memory and AdamW runs on the CPU. Gradients are copied
-    to the host and weights back, in one copy per local shard. The host waits for the device once in a step, for the
-    scalars that AdamW needs.
+    With an offloaded optimizer, masters and moments are in host memory and AdamW runs on the CPU. Each owned range
+    needs two copies: the gradients to the host, and the weights to the device. The host waits for the device once in a
+    step, for the scalars that AdamW needs.
     """
 
     def __init__(
@@ -179,14 +181,13 @@ class MixedPrecisionOptimizer:
         """Update the weights from the summed, scaled gradients in `buffer.owned_grads()`, and free the gradients."""
         grads = self.buffer.owned_grads()
         self.grad_norm = self._unscaled_norm(grads)
-        # The norm is the same on all ranks, so either all ranks or none skip the step. x · 0 is NaN exactly if x is not
+        # The norm is the same on all ranks, so either all ranks skip the step or none. x · 0 is NaN exactly if x is not
         # finite. This test takes 3 kernels on a GPU; torch.isfinite takes 6.
         self.found_inf = (self.grad_norm * 0 != 0).float()
-        # AdamW's fused kernel divides gradients by grad_scale, so it unscales and clips them in its own pass.
+        # AdamW's fused kernel divides gradients by grad_scale, so no other pass unscales and clips them.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
         grads = self._to_masters(grads)
-        # With an offloaded optimizer, this copy to the host makes the host wait for the device, including the earlier
-        # copies of the gradients.
+        # With an offloaded optimizer, this copy makes the host wait for the device, also for the copies of gradients.
         scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.buffer.masters[0].device)
         self.param_gather.finish_param_sync()  # before the update overwrites the parameters
         self._update(grads, *scalars.unbind())
@@ -290,11 +291,11 @@ class MixedPrecisionOptimizer:
         self.skipped_steps.fill_(state["skipped_steps"])
         self.set_num_updates(state["num_updates"])
         for steps in self._adam_steps:
-            # Fewer than `num_updates` if the moments were reset once (--no-load-optim).
+            # `adam_steps` is less than `num_updates` if the moments were reset once (--no-load-optim).
             steps.fill_(state["adam_steps"])
         self.copy_masters_and_gather()
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Set the learning rate to that after `num_updates` updates."""
+        """Set the number of updates, and the learning rate that follows from it."""
         self.num_updates.fill_(num_updates)
         self.learning_rate.copy_(self._lr_by_update[min(num_updates, len(self._lr_by_update) - 1)])

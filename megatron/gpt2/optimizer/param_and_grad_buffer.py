@@ -1,16 +1,16 @@
 """Contiguous buffers: one for the parameters of this rank, and one per bucket for their gradients.
 
-Parameters with the same treatment (split or replicated, decayed or not) are neighbours:
+The parameters are in four groups of neighbours:
 
     split, decayed | split, not decayed | replicated, not decayed | replicated, decayed
 
-Layer norms, row-parallel biases and position embeddings are replicated. In each of the four groups the last layers are
-first, because backward computes their gradients first. Under sequence parallelism, parameters whose gradients are
-partial sums are at the end of their group. A bucket is a range of neighbouring parameters, which is sent as a whole.
+Layer norms, row-parallel biases and position embeddings are replicated. A group starts with the last layers, because
+backward computes their gradients first. Under sequence parallelism, parameters whose gradients are partial sums are at
+the end of their group. A bucket is a range of neighbouring parameters, which one collective reduces.
 
 With a sharded optimizer (ZeRO stage 1, arXiv:1910.02054), the optimizer of data-parallel rank r updates the r-th shard
-of every bucket. Buckets have the same padding with and without sharding, so gradients are summed in the same order, and
-the sums are bit-identical.
+of every bucket. Buckets have the same padding with and without sharding. Gradients are therefore summed in the same
+order, and the sums are bit-identical.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mpu.grads import is_sequence_parallel
 
-# Every parameter and every shard starts at a multiple of this number of elements. So matrices in 16 bits are aligned to
-# 128 bytes, and vectorised kernels need no separate code for a remainder, which could round differently.
+# Every parameter and every shard starts at a multiple of this number of elements. Matrices in 16 bits are therefore
+# aligned to 128 bytes, and vectorised kernels need no separate code for a remainder, which could round differently.
 _ALIGNMENT = 64
 # the groups of neighbours in the buffer: (is_tensor_parallel, decays). Both groups of small parameters are in the
 # middle, so that few buckets contain them.
@@ -43,8 +43,8 @@ class ParamGroupKey(NamedTuple):
 
 
 class OwnedRange(NamedTuple):
-    """A range of the buffer that this rank's optimizer updates: the part of its shard of a bucket in which all
-    parameters have the same `group_key`."""
+    """A range of the buffer that this rank's optimizer updates. It is a part of the rank's shard of a bucket, in which
+    all parameters have the same `group_key`."""
 
     range: slice
     bucket: int
@@ -59,10 +59,11 @@ class Bucket(NamedTuple):
 
 
 class ParamShard(NamedTuple):
-    """This rank's part of the parameter `name`, or of one of its moments.
+    """This rank's part of the master of the parameter `name`, or of a moment of the optimizer.
 
     kind: "master" or the name of a moment.
-    values: 1-D, the elements of the flattened parameter from `start` on.
+    values: 1-D, successive elements of the flattened tensor.
+    start: the index of the first element in the flattened tensor.
     """
 
     kind: str
@@ -85,7 +86,7 @@ class ParamAndGradBuffer:
     sharded: whether the optimizer of this rank updates only its shard of every bucket.
     offloaded: whether the state of the optimizer is in host memory.
     tied_param: a parameter of which another pipeline stage has a copy. It has a separate bucket, so that both stages
-        shard it alike.
+        shard the parameter in the same way.
     tied_param_is_duplicate: whether the other stage counts the tied parameter in the norm.
     muon_params: the parameters that Muon updates.
     lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).
@@ -93,16 +94,16 @@ class ParamAndGradBuffer:
     Further attributes:
 
     params: [numel] of dtype. The module's parameters are views of this buffer.
-    shard_rank: this rank's number among those that share the optimizer's work.
+    shard_rank: the number of the shard that this rank's optimizer updates; 0 without sharding.
     owned_ranges: the ranges that this rank's optimizer updates.
     masters: for each owned range, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
         `params`, unless the optimizer is offloaded.
     model_weights: for each owned range, the weights rounded to `dtype`: views of `params`, or copies in host memory
         if the optimizer is offloaded. In fp32 it is `masters`.
 
-    The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`.
-    Backward has then already freed activations, which lowers the peak. `accumulate_shard` keeps only this rank's shard
-    of a bucket (ZeRO stage 2).
+    The gradients of a bucket are allocated when backward computes the first gradient of the bucket. Backward has then
+    already freed activations, which lowers the peak of memory. `free_grads` frees the gradients. `accumulate_shard`
+    keeps only this rank's shard of a bucket (ZeRO stage 2).
     """
 
     def __init__(
@@ -152,7 +153,6 @@ class ParamAndGradBuffer:
             parameter.data = self.view(self.params, name)
 
     def _group_key(self, name: str, parameter: nn.Parameter) -> ParamGroupKey:
-        """Return the treatment of the parameter `name`."""
         return ParamGroupKey(
             is_tensor_parallel=getattr(parameter, "model_parallel", False),
             is_sequence_parallel=is_sequence_parallel(parameter),
@@ -168,7 +168,7 @@ class ParamAndGradBuffer:
         return group, key.is_sequence_parallel, name == self.tied_param
 
     def _build_buckets(self, bucket_size: int, data_parallel_size: int) -> None:
-        """Set `ranges` and `buckets`: the position of each parameter, and the ranges that are sent as a whole."""
+        """Set `ranges`, the position of each parameter, and `buckets`."""
         self.ranges: dict[str, slice] = {}
         self.buckets: list[Bucket] = []
         names = list(self.parameters)
@@ -236,8 +236,10 @@ class ParamAndGradBuffer:
         return self.bucket_grads(index)[slice_within(self.shard_range(bucket), bucket.range)]
 
     def accumulate_shard(self, index: int, reduced: Tensor) -> None:
-        """Free the gradients of bucket `index`. Add `reduced`, this rank's shard of their sum over the ranks in any
-        dtype, to the shard that this rank keeps."""
+        """Free the gradients of bucket `index`, and add `reduced` to the shard that this rank keeps.
+
+        reduced: this rank's shard of the sum of the bucket over the ranks, in any dtype.
+        """
         accumulated = self._accumulated_shards[index]
         self._accumulated_shards[index] = (
             reduced.to(torch.float32, copy=True) if accumulated is None else accumulated.add_(reduced)
@@ -261,8 +263,9 @@ class ParamAndGradBuffer:
         return slice(start, start + length)
 
     def owned_part(self, name: str) -> tuple[int, slice, int]:
-        """Return the part of a parameter that this rank's optimizer updates: the index in `owned_ranges`, the part of
-        this range, and the start in the flattened parameter. The part is empty if the rank has no part of it."""
+        """Return where this rank's optimizer stores its part of a parameter: the index in `owned_ranges`, the slice of
+        this range, and the start of the part in the flattened parameter. The slice is empty if the optimizer does not
+        update the parameter."""
         index = self._range_index_of.get(name, 0)
         parameter, owned = self.ranges[name], self.owned_ranges[index].range
         if name in self._range_index_of and (common := _overlap(parameter, owned)):
@@ -270,8 +273,8 @@ class ParamAndGradBuffer:
         return 0, slice(0, 0), 0
 
     def elements_by_rank(self, name: str) -> list[int]:
-        """Return how many elements of a parameter the optimizer of each data-parallel rank updates. Without sharding
-        there is one number. The parts are in the order of the ranks."""
+        """Return how many elements of a parameter the optimizer of each data-parallel rank updates, by rank. Without
+        sharding the list has one number."""
         parameter, bucket = self.ranges[name], self.buckets[self.bucket_of[name]].range
         length = (bucket.stop - bucket.start) // self._num_shards
         starts = range(bucket.start, bucket.stop, length)
@@ -306,13 +309,13 @@ class ParamAndGradBuffer:
             self.model_weights[index].copy_(self.masters[index])
 
     def copy_model_weights_to_params(self) -> None:
-        """Copy `model_weights` that are in host memory into this rank's shards of `params`."""
+        """If the optimizer is offloaded, copy `model_weights` from host memory into this rank's shards of `params`."""
         if self.is_offloaded:
             for owned, weights in zip(self.owned_ranges, self.model_weights, strict=True):
                 self.params[owned.range].copy_(weights, non_blocking=True)
 
     def copy_params_to_masters(self) -> None:
-        """Set the masters to the parameters, for weights that were loaded in the model's precision."""
+        """Copy the parameters to the masters, after weights were loaded in the model's precision."""
         for owned, master in zip(self.owned_ranges, self.masters, strict=True):
             master.copy_(self.params[owned.range])
 

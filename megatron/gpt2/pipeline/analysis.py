@@ -1,5 +1,5 @@
-"""Analysis of a pipeline schedule without running it: start and end of each action, and micro-batches in memory. The
-module also draws a schedule, as text and as a figure."""
+"""Computes the start and end of each action of a pipeline schedule, and the number of micro-batches in memory, without
+running the schedule. The module also draws a schedule, as text and as a figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,15 +40,16 @@ class Timetable:
 
 
 def uniform_costs(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> list[ActionCosts]:
-    """Return equal costs for each virtual stage. The arguments are the times of all chunks of a rank together."""
+    """Return equal costs for all virtual stages. Each argument is the time of all chunks of a rank together."""
     vpp = schedule.num_model_chunks
     return [ActionCosts(forward / vpp, backward / vpp, weight / vpp)] * schedule.num_virtual_stages
 
 
 def timetable(schedule: PipelineSchedule, costs: Sequence[ActionCosts]) -> Timetable:
-    """Return the timetable in which each action starts as soon as its rank is free and its inputs are complete.
+    """Return the timetable in which each action starts as soon as its rank is free and its inputs are complete. Raises
+    graphlib.CycleError if actions depend on each other in a cycle.
 
-    costs: one per virtual stage. Raises graphlib.CycleError if actions depend on each other in a cycle.
+    costs: one per virtual stage.
     """
     before: dict[ActionKey, list[ActionKey]] = {}  # The actions are in the order of each rank.
     for rank, actions in enumerate(schedule.ranks):
@@ -74,16 +75,16 @@ def timetable(schedule: PipelineSchedule, costs: Sequence[ActionCosts]) -> Timet
 def max_in_flight(schedule: PipelineSchedule, queued: float = 1.0) -> list[float]:
     """Return for each rank the maximum number of micro-batches in flight, counted in micro-batches of one chunk.
 
-    A micro-batch counts 1 from the end of its forward until the end of its backward, and then `queued` until the end of
-    its W, which needs only a part of the activations.
+    queued: how much a micro-batch counts between its B and its W. W needs only a part of the activations. Between F and
+        B a micro-batch counts 1.
     """
     change = {"F": 1.0, "B": queued - 1 if schedule.splits_backward else -1.0, "W": -queued}
     return [max(accumulate(change[action.kind] for action in actions)) for actions in schedule.ranks]
 
 
 def render_text(schedule: PipelineSchedule, table: Timetable) -> list[str]:
-    """Return a line of text per rank. An action is its kind, its micro-batch and, with several chunks, the letter of
-    its chunk, then `=` while it runs and `|` at its end. `.` means that the rank waits."""
+    """Return a line of text per rank. An action is drawn as its kind, its micro-batch and, with several chunks, the
+    letter of its chunk, then `=` while it runs and `|` at its end. `.` means that the rank waits."""
     names = [
         [f"{action.kind}{action.micro_batch}{_letter(schedule, action.model_chunk)}" for action in actions]
         for actions in schedule.ranks

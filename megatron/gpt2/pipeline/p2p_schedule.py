@@ -1,14 +1,15 @@
 """The point-to-point messages of a pipeline schedule: which messages each rank sends and receives before each action.
 
-NCCL has no tags: two ranks must post their messages to each other in the same order. And a rank waits for all messages
-that it posts in one batch (`torch.distributed.batch_isend_irecv`). The position of each receive determines whether
-the sender waits, and whether there is a deadlock.
+NCCL has no tags: two ranks must post their messages to each other in the same order. A rank also waits for all messages
+that it posts in one batch (`torch.distributed.batch_isend_irecv`). A receive at the wrong position would make the
+sender wait, or cause a deadlock.
 
-The positions are found by a simulation of the schedule in ticks. A message is exchanged at the first tick at which both
-of its ranks are between two actions, and both post it at this position. The receiver keeps the tensor until an action
-needs it. A rank starts its next action as soon as it can. There is one exception: if a busy partner needs a message
-from this rank next, the rank waits for the partner, unless its own next action would end sooner. Because all messages
-are exchanged in the order of the ticks, no deadlock is possible.
+The positions are found by a simulation of the schedule with the relative times of actions (`ActionCosts`). A message is
+exchanged at the first time at which both of its ranks are between two actions, and both ranks post it there. The
+receiver keeps the tensor until an action needs it. A rank starts its next action as soon as the input of the action is
+there, with one exception: if a busy partner needs a message from this rank for its next action, the rank waits for the
+partner, unless its own next action would end sooner. All messages are exchanged in the order of simulated time, so no
+deadlock is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):
@@ -37,13 +38,16 @@ class ActionCosts:
         return {"F": self.forward, "B": backward, "W": self.weight}[kind]
 
 
-# The relative times of F, B and W. They affect how long ranks wait, but never cause a deadlock. With these ticks a step
-# takes no longer than the schedule without communication: 1F1B for all times, ZB-H1 if a W takes no longer than an F or
-# a B, and interleaved 1F1B if a backward takes twice as long as a forward
-# (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of micro-batches is not full,
-# an interleaved step takes a few percent longer. One tick is odd, so that two ranks rarely end an action at the same
-# tick.
-DEFAULT_TICKS, SPLIT_BACKWARD_TICKS = ActionCosts(10, 10, 11), ActionCosts(2, 2, 1)
+# The times of F, B and W in the simulation. A step takes as long as the schedule without communication
+# (tests/megatron/gpt2/pipeline/test_analysis.py) if the real times of a chunk are
+#
+#     1F1B               any times
+#     zero-bubble        W no longer than F, and no longer than B
+#     interleaved 1F1B   B and W together twice as long as F
+#
+# With other times, or if m is not a multiple of pp, an interleaved step takes a few percent longer. 11 is odd, so that
+# two ranks rarely end an action at the same time.
+SIMULATED_COSTS, SIMULATED_COSTS_WITH_W = ActionCosts(10, 10, 11), ActionCosts(2, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class CommStep:
 
 def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
     """Return the steps of each rank. Any two ranks have their messages to each other in the same order."""
-    ticks = SPLIT_BACKWARD_TICKS if schedule.splits_backward else DEFAULT_TICKS
+    costs = SIMULATED_COSTS_WITH_W if schedule.splits_backward else SIMULATED_COSTS
     steps = [[CommStep(action) for action in (*actions, None)] for actions in schedule.ranks]
     # Each list has a value for each rank.
     next_step, free_at, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks, 0.0
@@ -85,8 +89,8 @@ def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
     exchanged: set[P2PMessage | None] = {None}
 
     def waits_for_partner(rank: int, end: float) -> bool:
-        """Return whether the next action of a busy partner needs a message from this rank, and an action of this rank
-        until `end` would delay the partner longer than this rank would have to wait for it."""
+        """Return whether `rank` waits before its next action, which would last until `end`: if the next action of a
+        busy partner needs a message from `rank`, and the partner would wait longer for `rank` than `rank` for it."""
         for message in pending:
             partner = message.destination
             action = steps[partner][next_step[partner]].action
@@ -107,7 +111,7 @@ def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
             action = steps[rank][next_step[rank]].action
             if action is None or free_at[rank] > now or input_message(schedule, rank, action) not in exchanged:
                 continue
-            end = now + ticks.duration(action.kind, schedule.splits_backward)
+            end = now + costs.duration(action.kind, schedule.splits_backward)
             if not waits_for_partner(rank, end):
                 free_at[rank] = end
                 next_step[rank] += 1
@@ -143,7 +147,7 @@ def input_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PM
 
 
 def dependencies(schedule: PipelineSchedule, virtual_stage: int, action: Action) -> list[tuple[Kind, int]]:
-    """Return the actions on the same micro-batch that must be finished before, as (kind, virtual stage)."""
+    """Return the actions on the same micro-batch that must end before `action`, as (kind, virtual stage)."""
     if action.kind == "F":
         return [("F", virtual_stage - 1)] if virtual_stage else []
     if action.kind == "W":

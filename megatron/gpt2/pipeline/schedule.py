@@ -1,5 +1,5 @@
-"""Pipeline schedules: a table of the actions of each rank, in order. The module also distributes the layers over the
-virtual stages.
+"""Pipeline schedules: for each rank a list of actions. An action is the forward, the backward or the weight gradient of
+one micro-batch in one model chunk. The module also distributes the layers over the virtual stages.
 
 Each of the pp ranks has vpp model chunks. Chunk c of rank r is virtual stage c·pp + r of the pp·vpp virtual
 stages, as in Megatron, so a micro-batch passes all ranks once for each chunk. Virtual stage 0 has the embedding, the
@@ -8,9 +8,9 @@ last one has the loss. With one chunk per rank, the virtual stages are the pipel
 Every schedule works with any number of micro-batches. On every rank the backwards of a chunk are in the order of the
 micro-batches, as in a run without a pipeline, so gradients are always summed in the same order.
 
-Layers are distributed as evenly as possible. If the number of virtual stages divides the number of layers, all of them
-get the same number, as in Megatron. Otherwise some get one more, starting with the second-to-last and going back to the
-first. The last virtual stage is the last to get one, because it also has the head.
+Layers are distributed as evenly as possible. If the number of virtual stages divides the number of layers, all virtual
+stages get the same number of layers, as in Megatron. Otherwise the left-over layers go to the second-to-last virtual
+stage, the one before it, and so on. The last virtual stage gets none of them, because it also has the head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +29,8 @@ Kind = Literal["F", "B", "W"]
 class Action:
     """The forward, the backward or the weight gradient of one micro-batch in one chunk of a rank.
 
-    kind: F is forward. B is backward: the gradient of the chunk's input and, in a schedule without W, of its weights. W
-    is the gradient of the weights.
+    kind: "F" is forward. "W" computes the gradient of the chunk's weights. "B" computes the gradient of the chunk's
+        input, and also of its weights in a schedule without "W".
     """
 
     kind: Kind
@@ -79,11 +79,11 @@ def one_forward_one_backward(pp: int, m: int) -> PipelineSchedule:
 
 
 def interleaved(pp: int, vpp: int, m: int) -> PipelineSchedule:
-    """1F1B with vpp chunks per rank (arXiv:2104.04473): pp micro-batches pass chunk 0, then the same ones pass chunk 1,
-    ...
+    """1F1B with vpp chunks per rank (arXiv:2104.04473): a group of pp micro-batches passes chunk 0, then the same group
+    passes chunk 1, and so on.
 
-    The order is built for whole groups of pp micro-batches. Then the micro-batches with numbers from m on are removed.
-    The order stays valid, because actions of different micro-batches do not depend on each other.
+    The order is built for whole groups of pp micro-batches. Then micro-batch m and all later ones are removed. The
+    order stays valid, because actions of different micro-batches do not depend on each other.
     """
     padded = -(-m // pp) * pp
     ranks = []
@@ -98,9 +98,9 @@ def interleaved(pp: int, vpp: int, m: int) -> PipelineSchedule:
 def zero_bubble(pp: int, m: int) -> PipelineSchedule:
     """ZB-H1 (arXiv:2401.10241): 1F1B in which rank r delays the W of a micro-batch by r backwards.
 
-    Later ranks therefore send the gradients of inputs sooner, and run their W's at the end, when they would otherwise
-    wait. Every rank keeps at most pp micro-batches, as rank 0 does under 1F1B: pp − r between F and B, and r between B
-    and W.
+    Later ranks therefore send the gradients of inputs sooner, and compute their W actions at the end, when they would
+    otherwise wait. Every rank keeps activations of at most pp micro-batches, as rank 0 does under 1F1B: pp − r between
+    F and B, and r between B and W.
     """
     ranks = []
     for rank in range(pp):
@@ -137,34 +137,35 @@ def build_schedule(name: str, pp: int, vpp: int, m: int) -> PipelineSchedule:
 
 
 def _forwards(pp: int, vpp: int, m: int) -> Iterator[Action]:
-    """Yield forwards. Each group of pp micro-batches passes chunk after chunk."""
+    """Yield the forward actions: each group of pp micro-batches passes one chunk after the other."""
     return (
         Action("F", chunk, micro_batch)
-        for first in range(0, m, pp)
+        for start in range(0, m, pp)
         for chunk in range(vpp)
-        for micro_batch in range(first, min(first + pp, m))
+        for micro_batch in range(start, min(start + pp, m))
     )
 
 
 def _backwards(pp: int, vpp: int, m: int) -> Iterator[Action]:
-    """Yield backwards in the order of the forwards, but from the last chunk to the first."""
+    """Yield the backward actions in the order of `_forwards`, but from the last chunk to the first."""
     return (Action("B", vpp - 1 - action.model_chunk, action.micro_batch) for action in _forwards(pp, vpp, m))
 
 
 def _alternate(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> tuple[Action, ...]:
     """Return `ahead` forwards, then forwards and backwards alternately, then the remaining backwards."""
-    first, second = list(forwards), list(backwards)
-    pairs = zip(first[ahead:], second, strict=False)
-    return (*first[:ahead], *chain.from_iterable(pairs), *second[max(len(first) - ahead, 0) :])
+    forwards, backwards = list(forwards), list(backwards)
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return (*forwards[:ahead], *chain.from_iterable(pairs), *backwards[max(len(forwards) - ahead, 0) :])
 
 
 def layers_of_virtual_stages(
     num_layers: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
 ) -> list[range]:
-    """Return the layers of each of the pp·vpp virtual stages. Number c·pp + r is model chunk c of rank r.
+    """Return the layers of each of the pp·vpp virtual stages. Virtual stage c·pp + r is model chunk c of rank r.
 
-    first, last: the number of layers of the first and the last rank, over all their chunks. Raises ValueError with the
-    name of the flag if a virtual stage would have no layer, or if layers would remain.
+    first, last: the number of layers of the first and the last rank, over all their chunks.
+
+    Raises ValueError with the name of the flag if a virtual stage would have no layer, or if layers would remain.
     """
     if num_layers < pp * vpp:
         chunks = f" with {vpp} virtual stages each (--num-layers-per-virtual-pipeline-stage)" if vpp > 1 else ""
@@ -172,7 +173,7 @@ def layers_of_virtual_stages(
             f"--pipeline-model-parallel-size {pp}{chunks} needs at least {pp * vpp} layers, one per stage, "
             f"and --num-layers is {num_layers}"
         )
-    layers_of_rank: dict[int, int] = {}  # those that a flag sets
+    layers_of_rank: dict[int, int] = {}  # the ranks whose number of layers a flag sets
     flags = []
     for flag, rank, count in ((FIRST_LAYERS_FLAG, 0, first), (LAST_LAYERS_FLAG, pp - 1, last)):
         if count is None:
@@ -210,7 +211,6 @@ def _distribute_evenly(sizes: list[int], virtual_stages: Sequence[int], layers: 
     """Distribute `layers` over `virtual_stages` as evenly as possible, and write the numbers into `sizes`."""
     count = len(virtual_stages)
     for index, virtual_stage in enumerate(virtual_stages):
-        # The second-to-last virtual stage has turn 0, so it gets the first left-over layer. The last virtual stage has
-        # the last turn.
+        # The second-to-last virtual stage has turn 0 and gets the first left-over layer. The last one has the last turn.
         turn = (count - 2 - index) % count
         sizes[virtual_stage] = layers // count + (turn < layers % count)
