@@ -150,7 +150,6 @@ def make_dropout_seeds(seed: int, sample_ids: Tensor, num_layers: int) -> Tensor
     return seeds
 
 
-
 def apply_hidden_dropout(
     x: Tensor,
     p: float,

@@ -160,7 +160,6 @@ def test_the_logits_are_never_all_in_memory(dtype: torch.dtype) -> None:
     extra = (counter.peak - gradients) / (4 * tokens * vocab)
     assert 1 / 40 < extra <= 1 / 10, f"{extra:.1%} of the logits"
 
-
     with torch.no_grad(), MemoryCounter() as evaluation:
         mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, token_weight, vocab_size=vocab)
     assert evaluation.peak <= counter.peak - gradients, "an evaluation allocates no gradient"

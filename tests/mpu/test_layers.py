@@ -111,7 +111,6 @@ def check_ids(rank: int, world_size: int) -> None:
         words(torch.tensor([[0, VOCAB]]))
 
 
-
 def check_initial_weights(rank: int, world_size: int) -> None:
     """Check that a parallel layer that is built after manual_seed(s) has the weights that the plain init call draws."""
     for layer_class in (mpu.ColumnParallelLinear, mpu.RowParallelLinear, mpu.ParallelEmbedding):

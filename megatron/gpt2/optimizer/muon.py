@@ -37,8 +37,8 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from mpu.initialize import new_tensor_and_data_parallel_group
 
-# Keller Jordan's coefficients: after 5 iterations, singular values are between 0.7 and 1.2. A small singular value grows
-# by a factor of up to 3.4445 in each iteration.
+# Keller Jordan's coefficients: after 5 iterations, singular values are between 0.7 and 1.2. One iteration multiplies a
+# small singular value by up to 3.4445.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # On a GPU, kernels for one small matrix take less time than their launches. This number of elements takes 128 MiB in
 # float32.
@@ -84,7 +84,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         self._group = new_tensor_and_data_parallel_group(timeout) if self.buffer.is_sharded else model.group
         self._matrix_indices = [i for i, owned in enumerate(self.buffer.owned_ranges) if owned.group_key.uses_muon]
         self._empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
-        # Matrices of equal shape are neighbours in a round. Rank 1 of 4 orthogonalizes matrices 1, 5, 9, ... of a round.
+        # Matrices of equal shape are neighbours. Rank 1 of 4 orthogonalizes matrices 1, 5, 9, ... of a round.
         shapes = {name: self.buffer.parameters[name].shape for name in self.buffer.muon_params}
         names = sorted(shapes, key=lambda name: (shapes[name].numel(), shapes[name]), reverse=True)
         self._ranks = len(self.buffer.elements_by_rank(names[0])) * self._tensor_size  # of `_group`
@@ -93,7 +93,6 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             length = self._ranks * max(1, batch_elements // (self._tensor_size * shapes[names[0]].numel()))
             self._rounds.append(names[:length])
             names = names[length:]
-
 
     def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         super()._update(grads, rate, grad_scale, found_inf)

@@ -246,12 +246,16 @@ class MixedPrecisionOptimizer:
                 groups[key.decays, key.lr_multiplier].append(index)
         masters_are_weights = buffer.model_weights is buffer.masters  # in fp32
         for (decays, multiplier), indices in groups.items():
-            *operands, weights = (
+            masters, gradients, exp_avgs, exp_avg_sqs, steps, weights = (
                 [tensors[index] for index in indices]
                 for tensors in (buffer.masters, grads, *self.moments.values(), self._adam_steps, buffer.model_weights)
             )
             kernels.adamw_(
-                *operands,
+                masters,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
+                steps,
                 [] if masters_are_weights else weights,
                 rate if multiplier == 1 else rate * multiplier,
                 grad_scale,

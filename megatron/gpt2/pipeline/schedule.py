@@ -211,6 +211,7 @@ def _distribute_evenly(sizes: list[int], virtual_stages: Sequence[int], layers: 
     """Distribute `layers` over `virtual_stages` as evenly as possible, and write the numbers into `sizes`."""
     count = len(virtual_stages)
     for index, virtual_stage in enumerate(virtual_stages):
-        # The second-to-last virtual stage has turn 0 and gets the first left-over layer. The last one has the last turn.
+        # The second-to-last virtual stage has turn 0 and gets the first left-over layer. The last one has the last
+        # turn.
         turn = (count - 2 - index) % count
         sizes[virtual_stage] = layers // count + (turn < layers % count)

@@ -19,6 +19,7 @@ from megatron.gpt2.pipeline.schedule import Action, PipelineSchedule
 from megatron.gpt2.train.train_state import TrainState
 from mpu.layers import ParallelLinear
 
+
 class SavedForBackward(NamedTuple):
     """Saved between forward and backward of a micro-batch in one model chunk.
 

@@ -22,9 +22,7 @@ def loss_and_gradients(model: GPT2Model, eod: int | None = None) -> tuple[torch.
     eod: the token that ends a document; None for one document per sample.
     """
     documents = None if eod is None else mpu.PackedSeqParams.from_tokens(TOKENS, eod, "cpu")
-    loss = model(
-        TOKENS, TOKENS, torch.full((4, 32), 1 / 128), packed_seq_params=documents, sample_ids=torch.arange(4)
-    )
+    loss = model(TOKENS, TOKENS, torch.full((4, 32), 1 / 128), packed_seq_params=documents, sample_ids=torch.arange(4))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -59,7 +57,6 @@ def differences(rank: int, world_size: int) -> list[float]:
 def test_compiled_equals_eager(world_size: int):
     for result in run_ranks(differences, world_size, timeout=300):
         assert max(result) < 1e-5
-
 
 
 def test_attention_within_documents_is_outside_the_graphs():

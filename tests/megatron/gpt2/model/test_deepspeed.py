@@ -51,9 +51,7 @@ class FakeDeepSpeedCheckpointing:
 
 class _Reentrant(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, owner: FakeDeepSpeedCheckpointing, function: Callable[[Tensor], Tensor], x: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, owner: FakeDeepSpeedCheckpointing, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         ctx.owner, ctx.function, ctx.states, ctx.saved, ctx.shape = owner, function, owner.get_states(), x, x.shape
         ctx.is_shard = owner.partition and not getattr(x, "no_checkpointing", False)
         with torch.no_grad():

@@ -21,7 +21,6 @@ from mpu.attention import PackedSeqParams, core_attention
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps
 
-
 EOD = 0
 FLAGS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
@@ -74,7 +73,6 @@ def loss_and_gradients(model: GPT2Model, b: int, *, dense: bool = False) -> tupl
         )
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
 
 
 def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
@@ -145,7 +143,6 @@ def test_the_varlen_kernel_gets_the_right_arguments() -> None:
         assert kernel.call_count == 1
 
 
-
 def write_documents(folder: Path) -> None:
     lines = [{"text": f"document {number} " + "of few or many words " * (number % 4)} for number in range(400)]
     (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -175,4 +172,3 @@ def test_training_is_the_same_under_every_layout(tmp_path: Path) -> None:
     ):
         for losses, loss in run_ranks(train, world_size, folder, f"{flags} {FLAGS}"):
             assert losses == pytest.approx(expected, rel=1e-5) and loss == pytest.approx(held_out, rel=1e-5)
-

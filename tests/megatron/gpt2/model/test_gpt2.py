@@ -124,7 +124,6 @@ def test_published_parameter_counts():
     assert count_parameters(config, 2)[1] == 178_034_688
 
 
-
 def count_real(rank: int, world_size: int) -> int:
     mpu.initialize_model_parallel(world_size)
     model = GPT2Model(SMALL)
@@ -182,8 +181,7 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
         marked = {name: p for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False)}
         assert marked.keys() == expected.keys()
         return [
-            bool((p.grad - expected[name]).norm() < tolerance * expected[name].norm())
-            for name, p in marked.items()
+            bool((p.grad - expected[name]).norm() < tolerance * expected[name].norm()) for name, p in marked.items()
         ]
 
     plain = model_after_backward(sequence_parallel=True)

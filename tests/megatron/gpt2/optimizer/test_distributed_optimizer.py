@@ -40,7 +40,6 @@ def begin(rank: int, world_size: int, folder: Path, name: str, flags: str = "") 
     return trainer
 
 
-
 VARIANTS = {
     "whole": (STEPS, ""),
     "sharded": (STEPS, SHARDED),

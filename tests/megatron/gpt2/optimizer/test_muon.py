@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-
 from megatron.gpt2.optimizer import muon
 from megatron.gpt2.optimizer.muon import MuonOptimizer, orthogonalize
 from megatron.gpt2.train import train_state

@@ -3,7 +3,6 @@ recover together."""
 
 from __future__ import annotations
 
-
 from pathlib import Path
 from typing import Any
 

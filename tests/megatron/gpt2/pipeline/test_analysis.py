@@ -20,7 +20,6 @@ from megatron.gpt2.pipeline.p2p_schedule import (
 from megatron.gpt2.pipeline.schedule import PipelineSchedule, interleaved, one_forward_one_backward, zero_bubble
 
 
-
 def check(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]]) -> None:
     """Assert that each rank runs each action once, in the order of micro-batches, and after its inputs are complete.
     Each message is sent after it was computed, and received in the order of sending."""

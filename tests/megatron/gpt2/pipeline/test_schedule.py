@@ -195,7 +195,6 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]):
     )
     assert lines[-1] == "kept at most  5, 3 micro-batches of one chunk between F and B, by rank"
 
-
     # Six layers are distributed over four ranks as 1, 2, 2 and 1.
     lines = run_and_print(capsys, "--pipeline-model-parallel-size 4 --micro-batches 1 --num-layers 6 --times 3,3,3")
     assert lines[3] == "rank 1  ...F0===|...........................B0=========|......"
