@@ -126,11 +126,11 @@ class BucketReducer:
             reducer = reference()
             if parameter.grad is not None and reducer is not None:  # Without a `grad`, `add` has already added it.
                 gradient, parameter.grad = parameter.grad, None
-                reducer._collect(name, gradient)
+                reducer.collect(name, gradient)
 
         return on_grad_accumulated
 
-    def _collect(self, name: str, gradient: Tensor) -> None:
+    def collect(self, name: str, gradient: Tensor) -> None:
         """Add a gradient that autograd has computed, and count it. On a GPU one launch adds several gradients, at the
         latest at the end of the backward pass."""
         if not gradient.is_cuda:
