@@ -135,30 +135,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--stages", action="store_true", help="measure each stage of a pipeline")
     args = harness.parse_args(parser, argv)
-    of_stages = args.stages
-    what = "stage_memory" if of_stages else "memory"
+    what = "stage_memory" if args.stages else "memory"
     result: dict[str, Any] = {**harness.header(what), "smoke": args.smoke, "runs": []}
-    if of_stages:
+    if args.stages:
         os.environ.update(ALLOCATORS["returned"])  # The ranks read this variable when they start.
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)
-        for run in (stage_cases if of_stages else cases)(args.smoke):
-            if of_stages:
+        for run in (stage_cases if args.stages else cases)(args.smoke):
+            if args.stages:
                 run["stages"] = found = harness.run_on_ranks(measure_stage, run["p"], command(run["flags"], folder))
             else:
                 found = [measure_run(run, folder)]
                 run |= found[0]
             result["runs"].append(run)
             harness.write_json(args.output / f"{what}.json", result)
-            names = "  ".join(f"{value}" for name, value in run.items() if name not in ("flags", "stages", *found[0]))
             told = (f"{one['expected_mb']:,.0f} / {one['measured_mb']:,.0f} MB = {one['ratio']:.2f}" for one in found)
-            print(f"{names}: expected / measured {run.get('failed') or ',  '.join(told)}", flush=True)
+            print(f"{run['allocator']} {run['flags']}: {run.get('failed') or ',  '.join(told)}", flush=True)
     for allocator in ALLOCATORS:
         runs = [run for run in result["runs"] if run["allocator"] == allocator and "failed" not in run]
         ratios = [one["ratio"] for run in runs for one in run.get("stages", [run])]
-        near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
         if ratios:
+            near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
             print(f"{allocator}: {near} of {len(ratios)} within 10 %, from {min(ratios)} to {max(ratios)}")
     return int(any("failed" in run for run in result["runs"]))
 

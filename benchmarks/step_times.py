@@ -1,10 +1,15 @@
 """Compare the modelled time of a training step with measured ones.
 
     python benchmarks/step_times.py measured.csv --cluster a100          # errors, worst rows, how often intervals hold
-    python benchmarks/step_times.py measured.csv --cluster a100 --json
     python benchmarks/step_times.py --published                          # tables of three papers
     python benchmarks/step_times.py one_node.csv many_nodes.csv --fit    # fit clusters/*.json (scipy; minutes)
 
+The programs of the rows are not this project: their attention stores its scores, and they sum gradients after the
+backward pass. `step_seconds` computes their steps with the formulas for kernels, collectives and launches of
+`megatron/gpt2/extensions/plan/cluster.py`, which this project's planner uses too. The rows so test the constants of a
+machine and its formulas. The planner's own times come from traces.
+
+The results are printed as JSON.
 A row of the CSV file is one configuration: gpus, global_batch, micro_batch, hidden_size, attention_heads, layers,
 sequence_length, tensor_parallel, data_parallel, pipeline_parallel, ms_per_iteration. Each constant in `clusters/*.json`
 belongs to a machine or to a program, not to a row or a shape. With --fit, the program prints the errors of rows that
@@ -15,10 +20,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +31,157 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
 
-from data_utils.command_line import align_columns
 from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, read_cluster
-from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_seconds
 
-COLUMNS = [field.name for field in dataclasses.fields(Layouts) if field.name != "num_model_chunks"]
+VOCAB_SIZE = 50257
+HALF = 2  # bytes of a 16-bit number
+
+
+@dataclass(frozen=True)
+class Software:
+    """A Megatron-style program.
+
+    kernels, traffic: constants of a generation of the program: kernels that the host launches in the forward pass of a
+        layer, and bytes of element-wise kernels relative to the list in `layer_bytes`.
+    recompute: "full" or "selective" (attention).
+    sequence_parallel: norms and dropout are split.
+    softmax_heads: the fused softmax runs only if this number divides the samples × heads of a rank; otherwise
+        `unfused_kernels` more are launched.
+    backward_kernels: number of kernels of the backward pass relative to the forward pass.
+    head_kernels: the kernels of embedding, head and loss.
+    loss_bytes: bytes that the loss moves per logit.
+    odd_vocabulary: time of the products with the vocabulary on one tensor-parallel rank relative to other products.
+        Kernels for an odd number of columns (50,257) are slower. It is 1 if the program pads them.
+    score_traffic: `traffic` of the attention scores, relative to that of other element-wise kernels.
+    product_time: time of matrix products relative to the cluster's. Libraries become faster.
+    one_node: time of matrix products on one node relative to several nodes. The rows on one node look like sums of
+        layers that were timed one by one, which keeps clocks high.
+    gradient_bytes: per parameter and micro-batch, for the sum of gradients.
+    split_sends: the ranks of a tensor-parallel group share the transfer between stages.
+    """
+
+    kernels: float
+    traffic: float
+    recompute: str = "full"
+    sequence_parallel: bool = False
+    softmax_heads: int = 4
+    unfused_kernels: float = 25.0
+    backward_kernels: float = 1.0
+    head_kernels: float = 85.0
+    loss_bytes: float = 90.0
+    odd_vocabulary: float = 1.0
+    score_traffic: float = 1.0
+    product_time: float = 1.0
+    one_node: float = 1.0
+    gradient_bytes: float = 8.0
+    split_sends: bool = False
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Configurations, as arrays of equal length, one element each. `num_model_chunks` are model chunks per rank."""
+
+    global_batch: Any
+    micro_batch: Any
+    hidden_size: Any
+    attention_heads: Any
+    layers: Any
+    sequence_length: Any
+    tensor_parallel: Any
+    data_parallel: Any
+    pipeline_parallel: Any
+    num_model_chunks: Any = 1
+
+    @property
+    def gpus(self) -> Any:
+        """The number of GPUs."""
+        return self.tensor_parallel * self.data_parallel * self.pipeline_parallel
+
+
+def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
+    """Return the time of a step in seconds."""
+    b, s, h, t, p, d = (
+        x.micro_batch,
+        x.sequence_length,
+        x.hidden_size,
+        x.tensor_parallel,
+        x.pipeline_parallel,
+        x.data_parallel,
+    )
+    tokens, heads = b * s, b * x.attention_heads / t
+    multi_node = x.gpus > cluster.gpus_per_node
+    product_time = software.product_time * np.where(multi_node, 1.0, software.one_node)
+
+    def matmul(m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
+        return product_time * cluster.matmul(m, n, k, batch)
+
+    # These are the costs of one layer: the weights' products, attention's products, and element-wise kernels.
+    sizes = ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t))  # [out, in] of qkv, projection, MLP
+    forward = sum(matmul(tokens, out, inner) for out, inner in sizes)
+    backward = sum(matmul(tokens, inner, out) + matmul(out, inner, tokens) for out, inner in sizes)
+    head_size = h / x.attention_heads
+    score_bytes, row_bytes = heads * s * s * HALF, tokens * h * HALF
+    # Sequence parallelism splits norms, dropout and residual sums by this number.
+    split = t if software.sequence_parallel else 1
+    scores = cluster.move(software.traffic * software.score_traffic * score_bytes)  # the time of one read or write
+    # Unfused products are as long as the scores that they write or read.
+    attention = np.maximum(
+        matmul(s, s, head_size, heads) + matmul(s, head_size, s, heads), cluster.move(2 * score_bytes)
+    )
+    forward = forward + attention + 6 * scores + cluster.move(software.traffic * row_bytes * (14 / split + 14 / t))
+    backward = (
+        backward
+        + 2 * attention
+        + 5 * scores
+        + cluster.move(software.traffic * row_bytes * (16 / split + 18 / t))
+        + cluster.move(software.gradient_bytes * 12 * h * h / t)
+    )
+    # Each pass has two all-reduces.
+    reduce = 2 * (t > 1) * cluster.all_reduce(row_bytes, t, link=cluster.link)
+    kernels = software.kernels + np.where(heads % software.softmax_heads, software.unfused_kernels, 0.0)
+    host = cluster.host(kernels, t)
+    starts = kernels * cluster.kernel  # on the GPU
+    full = np.maximum(forward + starts + reduce, host)
+    back = np.maximum(backward + reduce + software.backward_kernels * starts, software.backward_kernels * host)
+    again = full if software.recompute == "full" else attention + 6 * scores
+    layers_of_stage = x.layers / p
+    stage = layers_of_stage * (full + back + again)
+
+    # These are the costs of the embedding, the head and the loss.
+    vocab = np.ceil(VOCAB_SIZE / (128 * t)) * 128 * t
+    table_gradient = cluster.move(software.gradient_bytes * vocab * h / t)
+    head_products = matmul(tokens, vocab / t, h) + matmul(tokens, h, vocab / t) + matmul(vocab / t, h, tokens)
+    head_gpu = (
+        head_products * np.where(t > 1, 1, software.odd_vocabulary)
+        + cluster.move(software.loss_bytes * tokens * vocab / t)
+        + software.head_kernels * cluster.kernel
+        + reduce / 2
+    )
+    head = np.maximum(head_gpu, cluster.host(software.head_kernels, t)) + table_gradient
+    embedding = cluster.move(30 * row_bytes) + reduce / 2 + table_gradient
+
+    # 1F1B: a step takes as long as the slowest stage needs for all micro-batches, plus the time until the pipeline is
+    # full.
+    micro_batches = x.global_batch / d / b
+    crosses_nodes = multi_node & (t * d >= cluster.gpus_per_node)
+    message = row_bytes / (t if software.split_sends else 1)
+    send = (p > 1) * 2 * cluster.point_to_point(message, crosses_nodes)
+    ends = np.where(p > 1, np.maximum(head, embedding), head + embedding)
+    parameters = layers_of_stage * 12 * h * h / t + vocab * h / t
+    data_parallel = (d > 1) * cluster.all_reduce(HALF * parameters, d, t, link=cluster.data_link)
+    tied = (p > 1) * HALF * vocab * h / t / np.where(multi_node, cluster.network, cluster.data_link)
+    return (
+        micro_batches * (stage + ends)
+        + (p - 1) * stage / x.num_model_chunks
+        + send * (micro_batches * x.num_model_chunks + p - 1)
+        + data_parallel
+        + tied
+        + cluster.step
+        + cluster.adam * parameters
+    )
+
+
+COLUMNS = [field.name for field in fields(Layouts)][:-1]  # A CSV file has no model chunks.
 PROGRAM = "megatron_deepspeed"  # The CSV files have this name of the program.
 WORST = 0.05  # The report lists this share of the rows, those with the largest errors.
 INTERVAL = 0.8  # An interval should contain this share of the rows.
@@ -73,6 +224,8 @@ CSV_PRIORS = {
     "one_node": (0.85, 1.1),
 }
 GENERATION_PRIORS = {"product_time": (1, 1.2), "traffic": (1, 1.5)}
+# A machine keeps these of its own constants. Its others are those of a100.json.
+OWN = {"selene": ("network", "network_send"), "v100": ("memory_bandwidth",)}
 V100_PRIORS = {"matmul_flops": (90e12, 1.2), "link": (100e9, 1.3)}
 
 Rows = tuple[Layouts, np.ndarray]  # rows and their measured seconds
@@ -97,7 +250,7 @@ def select(rows: Rows, chosen: np.ndarray) -> Rows:
     """Return the rows with these indices, or the rows for which a boolean array is True."""
     layouts, measured = rows
     taken = {name: np.asarray(value)[chosen] for name, value in vars(layouts).items() if np.ndim(value)}
-    return dataclasses.replace(layouts, **taken), measured[chosen]
+    return replace(layouts, **taken), measured[chosen]
 
 
 def shapes(rows: Rows) -> np.ndarray:
@@ -140,7 +293,7 @@ TABLE_2022 = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Table:
     """A published table: the name of its cluster and of its program in `clusters/NAME.json`, its rows, and whether the
     micro-batch is unknown. If it is, the layout that is fastest in the model is compared."""
@@ -152,38 +305,36 @@ class Table:
     any_micro_batch: bool = False
 
 
-def layouts(columns: Sequence[Sequence[float]], names: str) -> Layouts:
-    return Layouts(**dict(zip(names.split(), map(np.array, zip(*columns, strict=True)), strict=True)))
+def layouts(rows: Sequence[Sequence[float]]) -> Layouts:
+    return Layouts(*map(np.array, zip(*rows, strict=True)))
 
 
 def published() -> list[Table]:
     """Return the published tables."""
-    names = "global_batch micro_batch hidden_size attention_heads layers sequence_length tensor_parallel data_parallel "
-    names += "pipeline_parallel num_model_chunks"
     tables = []
     for gpu, batch, column in (("v100", 8, 4), ("selene", 16, 5)):
         rows = [(batch, batch, h, n, depth, 1024, t, 1, 1, 1) for depth, h, n, t, *_ in TABLE_2020]
         seconds = np.array([row[column] / 1e3 for row in TABLE_2020])
-        tables.append(Table(f"Megatron-LM, 2020, {gpu}", gpu, "megatron_2020", (layouts(rows, names), seconds)))
+        tables.append(Table(f"Megatron-LM, 2020, {gpu}", gpu, "megatron_2020", (layouts(rows), seconds)))
     rows, seconds_2021 = [], []
     for h, depth, n, model_parallel, gpus, batch, tflops, chunks in TABLE_2021:
         t = min(8, model_parallel)
         rows.append((batch, 1, h, n, depth, 2048, t, gpus // model_parallel, model_parallel // t, chunks))
         flops = 96 * batch * 2048 * depth * h * h * (1 + 2048 / (6 * h) + 51200 / (16 * depth * h))
         seconds_2021.append(flops / gpus / tflops / 1e12)
-    made = (layouts(rows, names), np.array(seconds_2021))
+    made = (layouts(rows), np.array(seconds_2021))
     tables.append(Table("arXiv:2104.04473, table 1", "selene", "megatron_2021", made, any_micro_batch=True))
     rows = [(batch, b, h, n, depth, 2048, 8, 1, p, chunks) for h, depth, n, p, chunks, batch, b, *_ in TABLE_2022]
     for program, column in (("megatron_2022", 7), ("megatron_2022_selective", 8)):
         seconds = np.array([row[column] for row in TABLE_2022])
-        tables.append(Table(f"arXiv:2205.05198, {program}", "selene", program, (layouts(rows, names), seconds)))
+        tables.append(Table(f"arXiv:2205.05198, {program}", "selene", program, (layouts(rows), seconds)))
     return tables
 
 
 # --- the fit ---------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Constants:
     """The constants of all clusters and programs, as read from `clusters/*.json`."""
 
@@ -215,7 +366,7 @@ def relative_errors(constants: Constants, table: Table) -> np.ndarray:
         return step_seconds(cluster, program, x) / measured - 1
     tries = []
     for size in (1, 2, 4, 8):
-        seconds = step_seconds(cluster, program, dataclasses.replace(x, micro_batch=size))
+        seconds = step_seconds(cluster, program, replace(x, micro_batch=size))
         tries.append(np.where((x.global_batch / x.data_parallel) % size, np.inf, seconds))
     return np.min(tries, axis=0) / measured - 1
 
@@ -242,18 +393,15 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
         def group(wanted: str) -> dict[str, Any]:
             return {name: value for (owner, name), value in values.items() if owner == wanted}
 
-        a100 = dataclasses.replace(base.clusters["a100"], **group("a100"))
-        network = {name: getattr(base.clusters["selene"], name) for name in ("network", "network_send")}
-        clusters = {"a100": a100, "selene": dataclasses.replace(a100, **network)}
-        clusters["v100"] = dataclasses.replace(
-            a100,
-            **{name: getattr(base.clusters["v100"], name) for name in ("memory", "peak_flops", "memory_bandwidth")},
-            **group("v100"),
-        )
+        clusters = {
+            name: replace(
+                cluster, **{k: v for k, v in group("a100").items() if k not in OWN.get(name, ())} | group(name)
+            )
+            for name, cluster in base.clusters.items()
+        }
         programs = {}
         for name, program in base.programs.items():
-            owner = "megatron_2022" if name == "megatron_2022_selective" else name
-            programs[name] = dataclasses.replace(program, **group("all"), **group(owner))
+            programs[name] = replace(program, **group("all"), **group(name.removesuffix("_selective")))
         return Constants(clusters, programs)
 
     def errors(point: np.ndarray) -> np.ndarray:
@@ -284,7 +432,7 @@ def left_out(base: Constants, rows: Rows, tables: Sequence[Table], parts: Sequen
 def fit(rows: Rows) -> None:
     """Fit the constants, write `clusters/*.json`, and print the errors of rows that a fit has not seen."""
     base, tables = read_constants(), published()
-    one_node = np.asarray(rows[0].tensor_parallel * rows[0].data_parallel * rows[0].pipeline_parallel <= 8)
+    one_node = np.asarray(rows[0].gpus <= 8)
     order = np.random.default_rng(0).permutation(len(one_node))
     folds = [np.isin(np.arange(len(order)), order[k::5]) for k in range(5)]
     unseen = left_out(base, rows, tables, folds)
@@ -315,7 +463,7 @@ def fit(rows: Rows) -> None:
 def described(made: Cluster | Software) -> dict[str, Any]:
     """Return the fields that differ from their defaults. Numbers are rounded to four digits."""
     found = {}
-    for field in dataclasses.fields(made):
+    for field in fields(made):
         value = getattr(made, field.name)
         if value not in (field.default, {}):
             found[field.name] = float(f"{value:.4g}") if isinstance(value, float) else value
@@ -335,19 +483,18 @@ def compare(rows: Rows, cluster: str) -> dict[str, Any]:
     x, measured = rows
     seconds = step_seconds(made, software(content, PROGRAM), x)
     errors = np.abs(seconds / measured - 1)
-    one_node = np.asarray(x.tensor_parallel * x.data_parallel * x.pipeline_parallel <= made.gpus_per_node)
+    one_node = np.asarray(x.gpus <= made.gpus_per_node)
     width = np.where(one_node, content["intervals"]["one_node"], content["intervals"]["many_nodes"])
     inside = np.abs(np.log(seconds / measured)) <= width
     worst = np.argsort(-errors)[: max(1, int(WORST * len(errors)))]
-    described = {name: np.asarray(getattr(x, name)) for name in COLUMNS}
     return {
         "rows": len(errors),
         "mean_absolute_relative_error": float(errors.mean()),
         "percentiles": {str(q): float(np.percentile(errors, q)) for q in (50, 90, 95, 99, 100)},
-        "interval": {"share_asked": INTERVAL, "share_inside": float(inside.mean())},
+        "interval": {"share_inside": float(inside.mean())},
         "first_choice": first_choices(rows, seconds),
         "worst": [
-            {name: int(column[i]) for name, column in described.items()}
+            {name: int(getattr(x, name)[i]) for name in COLUMNS}
             | {"measured_ms": round(1e3 * float(measured[i]), 1), "modelled_ms": round(1e3 * float(seconds[i]), 1)}
             for i in worst
         ],
@@ -358,8 +505,7 @@ def first_choices(rows: Rows, seconds: np.ndarray) -> dict[str, Any]:
     """Return how much slower the layouts are that the model chooses than the best measured ones. There is one for each
     model, number of GPUs and global batch with several layouts; without one, the result is empty."""
     x, measured = rows
-    gpus = x.tensor_parallel * x.data_parallel * x.pipeline_parallel
-    keys = np.stack([shapes(rows), x.sequence_length, gpus, x.global_batch], axis=1)
+    keys = np.stack([shapes(rows), x.sequence_length, x.gpus, x.global_batch], axis=1)
     _, group = np.unique(keys, axis=0, return_inverse=True)
     members = [np.flatnonzero(group == number) for number in range(group.max() + 1)]
     slower = np.array([measured[m[np.argmin(seconds[m])]] / measured[m].min() - 1 for m in members if len(m) > 1])
@@ -385,52 +531,23 @@ def compare_published() -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def print_published(tables: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    for title, rows in tables.items():
-        print(f"\n{title}: {summary(np.array([row['error'] for row in rows]))}")
-        cells = [tuple(rows[0]), *(tuple(f"{value:.4g}" for value in row.values()) for row in rows)]
-        print("\n".join(align_columns(cells, ">>>>>")))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.csv", help="measured rows")
     parser.add_argument("--cluster", default="a100", metavar="NAME", help="a file of clusters/ (default: a100)")
     parser.add_argument("--published", action="store_true", help="compare with the tables of three papers")
     parser.add_argument("--fit", action="store_true", help="fit the constants to the rows, and write clusters/*.json")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="no effect: the program always prints JSON")
     args = parser.parse_args(argv)
-    if args.published:
-        tables = compare_published()
-        return print(json.dumps(tables, indent=2)) if args.json else print_published(tables)
-    if not args.files:
+    if not (args.files or args.published):
         parser.error("name a CSV file, or give --published")
     try:
-        rows = read_rows(args.files)
         if args.fit:
-            return fit(rows)
-        found = compare(rows, args.cluster)
+            return fit(read_rows(args.files))
+        found = compare_published() if args.published else compare(read_rows(args.files), args.cluster)
     except (OSError, ValueError) as error:
         parser.exit(2, f"error: {error}\n")
-    if args.json:
-        return print(json.dumps(found, indent=2))
-    print(
-        f"{found['rows']} rows, modelled against measured: mean error {found['mean_absolute_relative_error']:.2%}; "
-        "percentiles",
-        end=" ",
-    )
-    print(", ".join(f"{q}: {value:.1%}" for q, value in found["percentiles"].items()))
-    print(f"{found['interval']['share_inside']:.0%} of the rows are inside of intervals made for {INTERVAL:.0%}")
-    if choice := found["first_choice"]:
-        print(
-            f"fastest layout by the model, for {choice['groups']} models, GPU counts and batches: the best measured "
-            f"in {choice['share_best']:.0%}, within 5 % of it in {choice['share_within_5_percent']:.0%}, "
-            f"{choice['mean_slower']:.1%} slower on average"
-        )
-    print(f"the worst {WORST:.0%} of the rows:")
-    cells = [tuple(found["worst"][0]), *(tuple(map(str, row.values())) for row in found["worst"])]
-    print("\n".join(align_columns(cells, ">" * len(cells[0]))))
-    return None
+    return print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.gpt2.extensions.plan.cluster import read_cluster
-from megatron.gpt2.extensions.plan.step_time import Layouts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -177,8 +176,8 @@ def test_recorded_cases_are_not_measured_again(tmp_path: Path) -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-ONE = Layouts(16, 2, 1024, 16, 24, 1024, 2, 2, 2)
-ROW = {name: value for name, value in asdict(ONE).items() if name != "num_model_chunks"}
+COLUMNS = "global_batch micro_batch hidden_size attention_heads layers sequence_length tensor_parallel data_parallel "
+ROW = dict(zip(f"{COLUMNS}pipeline_parallel".split(), (16, 2, 1024, 16, 24, 1024, 2, 2, 2), strict=True))
 
 
 def step_times(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -35,7 +35,6 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster
-from megatron.gpt2.extensions.plan.fit import bubble, cheapest_offers, largest_micro_batch, smallest_offer
 from megatron.gpt2.extensions.plan.memory import (
     CUDA_CONTEXT,
     PARTS,
@@ -44,7 +43,14 @@ from megatron.gpt2.extensions.plan.memory import (
     estimate_memory,
     in_mb,
 )
-from megatron.gpt2.extensions.plan.search import search, training_cost
+from megatron.gpt2.extensions.plan.search import (
+    bubble,
+    cheapest_offers,
+    largest_micro_batch,
+    search,
+    smallest_offer,
+    training_cost,
+)
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, write_perfetto
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.log_lines import align_rows, resident_memory

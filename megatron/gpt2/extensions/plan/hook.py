@@ -12,8 +12,8 @@ from data_utils.command_line import plural
 from data_utils.files import machine_memory
 from megatron.gpt2.config import Config
 from megatron.gpt2.device import cgroup_folders
-from megatron.gpt2.extensions.plan.fit import bubble, cheapest_offers, smallest_offer
 from megatron.gpt2.extensions.plan.memory import CUDA_CONTEXT, MemoryEstimate, MemoryInputs, estimate_memory, in_mb
+from megatron.gpt2.extensions.plan.search import bubble, cheapest_offers, smallest_offer
 from megatron.gpt2.hooks import ExpectedMemory, Hook
 from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.setup import RunContext

@@ -1,57 +1,338 @@
-"""Search for the fastest layouts of a training on a described cluster.
+"""Find the layouts of a run that fit into a given memory, the fastest first.
 
-All layouts are sorted by the formulas of `step_time.py`, and those that a quick estimate of the memory excludes are
-left out. From the fastest on, `memory.py` decides which layouts fit, and `simulate.py` gives the time of a step.
+The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All compute the
+same training. They are sorted by `quick_seconds`, which needs no trace. Then `memory.py` decides which layouts fit.
+`cheapest_offers` proposes changes to a run that is out of memory. `search` compares layouts on a described cluster, and
+`simulate.py` gives the time of their steps.
 """
 
+import bisect
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.gpt2.config import Config, flag_name
 from megatron.gpt2.extensions.plan.cluster import Cluster
-from megatron.gpt2.extensions.plan.fit import Candidate, layouts
-from megatron.gpt2.extensions.plan.memory import MemoryInputs
+from megatron.gpt2.extensions.plan.memory import (
+    MemoryEstimate,
+    MemoryInputs,
+    estimate_memory,
+    in_mb,
+    low_bytes,
+    with_batch_size,
+)
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
-from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_parts
+from megatron.gpt2.pipeline.analysis import timetable
+from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
+from megatron.gpt2.pipeline.schedule import build_schedule
 
-# This entry describes this project for the formulas. It sums gradients in float32 with a reduce-scatter, and gathers
-# parameters in 16 bits; together these are as many bytes as an all-reduce of 3 bytes.
-THIS_PROGRAM = Software(kernels=20, traffic=1.0, loss_bytes=20.0, fused_attention=True, overlap=True, sum_bytes=3)
+RECOMPUTES = ("none", "selective", "full")
+MODEL_PARALLEL = (1, 2, 4, 8)  # the tensor-parallel sizes that are tried
 LARGEST_MICRO_BATCH = 16
-ZERO_BUBBLE = 1 / 3  # This share of the bubble remains, if F, B and W take the same time.
 TRIES = 4  # At most this number of layouts is tried for each one that is returned.
 DAY = 86400.0
+# `quick_seconds` uses the following constants.
+REPLICATED, SPLIT = 30, 32  # hidden states that the kernels of a layer move: on each rank, and divided by tensor ranks
+KERNELS = 60  # kernels of a layer, forward and backward
+GRADIENT_BYTES = 8  # A micro-batch reads and writes this number of bytes per parameter to sum its gradients.
+SUM_BYTES = 3  # An all-reduce of 3 bytes is as long as a reduce-scatter of float32 and an all-gather of 16 bits.
+SELECTIVE, PARTITIONED, OFFLOADED = 0.02, 0.01, 0.01  # shares of a step that these techniques add
+ZERO_BUBBLE = 1 / 3  # This share of the bubble remains, if F, B and W take the same time.
+PCIE, HOST_MEMORY = 25e9, 50e9  # bytes per second
+# The machines of `cheapest_offers`: an H100, and a CPU with some cores, in round numbers.
+GPU = Cluster(
+    gpus_per_node=8,
+    memory=80e9,
+    peak_flops=990e12,
+    matmul_flops=700e12,
+    half_m=120,
+    half_n=90,
+    half_k=75,
+    memory_bandwidth=2e12,
+    kernel=6e-6,
+    launch=14e-6,
+    launch_growth=0.07,
+    hop=35e-6,
+    link=400e9,
+    data_link=400e9,
+    network=20e9,
+    network_hop=15e-6,
+    send=40e9,
+    send_latency=60e-6,
+    network_send=40e9,
+    step=1e-3,
+    adam=1.2e-11,
+)
+CPU = dataclasses.replace(
+    GPU,
+    matmul_flops=1e11,
+    half_m=12,
+    half_n=12,
+    half_k=12,
+    memory_bandwidth=27e9,
+    launch=1e-6,
+    hop=4e-4,
+    link=1.3e9,
+    data_link=1.3e9,
+    network=1.3e9,
+    send=1.3e9,
+    network_send=1.3e9,
+    adam=1e-9,
+)
 
 
 def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
-    """Return the time of a step, computed with the formulas."""
-    config, parallel, m = inputs.config, inputs.config.parallel, inputs.num_microbatches
-    software = dataclasses.replace(
-        THIS_PROGRAM,
-        recompute=config.train.recompute_granularity,
-        sequence_parallel=parallel.sequence_parallel,
-        sharded_optimizer=parallel.use_distributed_optimizer,
+    """Return a rough time of a step. It sorts layouts, because a trace of each would take too long.
+
+    A layer takes as long as its matrix products, the bytes of its other kernels and its all-reduces. If the host needs
+    longer to launch its kernels, this time counts. All stages wait for the one that also computes the head.
+    """
+    config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
+    assert model.vocab_size is not None
+    tp, p, chunks = parallel.tensor_model_parallel_size, inputs.stages, config.num_model_chunks
+    dp, m, on_gpu = inputs.data_parallel_size, inputs.num_microbatches, inputs.device == "cuda"
+    h, vocab = model.hidden_size, model.vocab_size
+    layers, tokens = model.num_layers / p, train.micro_batch_size * config.data.seq_length
+    flops, head_flops = tokens * model.flops_per_token(config.data.seq_length), 6 * h * vocab * tokens
+    hidden = inputs.dtype.itemsize * tokens * h  # bytes of a hidden state between two layers
+    shared = tp if parallel.sequence_parallel else 1
+    rate = cluster.matmul_flops / math.prod(
+        1 + half / size for half, size in ((cluster.half_m, tokens), (cluster.half_n, h / tp), (cluster.half_k, h / tp))
     )
-    layout = Layouts(
-        global_batch=m * config.train.micro_batch_size * inputs.data_parallel_size,
-        micro_batch=config.train.micro_batch_size,
-        hidden_size=config.model.hidden_size,
-        attention_heads=config.model.num_attention_heads,
-        layers=config.model.num_layers,
-        sequence_length=config.data.seq_length,
-        tensor_parallel=parallel.tensor_model_parallel_size,
-        data_parallel=inputs.data_parallel_size,
-        pipeline_parallel=inputs.stages,
-        num_model_chunks=config.num_model_chunks,
-    )
-    parts = step_parts(cluster, software, layout)
+    kernels = KERNELS * layers
+    products = (flops - head_flops) / tp / p / rate
+    moved = layers * hidden * (REPLICATED / shared + SPLIT / tp)
+    reduced = layers * float(cluster.all_reduce(hidden, tp, link=cluster.link))  # one all-reduce of each layer
+    again = {"none": 0.0, "selective": SELECTIVE * products, "full": products / 3 + 2 * reduced}
+    parameters = (12 * layers * h + vocab) * h / tp
+    moved += GRADIENT_BYTES * parameters
+    stage = max(products + cluster.move(moved) + 4 * reduced + kernels * cluster.kernel, cluster.host(kernels, tp))
+    stage += again[train.recompute_granularity]
+    owned = parameters / (dp if parallel.use_distributed_optimizer else 1)
+    send = float(cluster.point_to_point(hidden / shared, inputs.world_size > cluster.gpus_per_node)) if p > 1 else 0.0
+    idle = (p - 1) * stage / chunks
     if parallel.pipeline_schedule == "zero-bubble":
-        parts["bubble"] *= ZERO_BUBBLE
-    elif config.num_model_chunks > 1:  # Chunks wait for whole groups of micro-batches.
-        parts["bubble"] += -m % inputs.stages / m * (parts["layers"] + parts["tensor_parallel"])
-    if parallel.shard_gradients:
-        parts["data_parallel"] *= m
-    return float(sum(parts.values()))
+        idle *= ZERO_BUBBLE
+    elif chunks > 1:  # Chunks wait for whole groups of micro-batches.
+        idle += -m % p * stage
+    data = float(cluster.all_reduce(SUM_BYTES * parameters, dp, tp, link=cluster.data_link)) if dp > 1 else 0.0
+    # Gradients are summed under the backward pass of the last micro-batch.
+    data = data * m if parallel.shard_gradients else max(data - stage * 2 / 3, data / m / 10)
+    step = m * (stage + head_flops / tp / rate) + idle + 2 * send * (m * chunks + p - 1) + data + cluster.step
+    step += cluster.adam * owned
+    if parallel.partition_activations:
+        step *= 1 + PARTITIONED
+    if parallel.cpu_offload_optimizer and on_gpu:
+        # A parameter sends 4 bytes to the host and 2 back over PCIe; AdamW reads 16 and writes 12 bytes in host memory.
+        step += owned * (6 / PCIE + 28 / HOST_MEMORY)
+    if parallel.checkpoint_in_cpu and on_gpu:
+        saved = 2 * m * layers / train.recompute_num_layers * hidden / shared
+        saved /= tp if parallel.partition_activations else 1
+        step = max(step * (1 + OFFLOADED), saved / PCIE)
+    return float(step)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its memory and its cost."""
+
+    inputs: MemoryInputs
+    flags: tuple[str, ...]  # These flags are added to the command line.
+    least: float  # a low estimate of its memory, in bytes
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """The rough seconds of a step on a typical machine."""
+        return typical_seconds(self.inputs)
+
+    @functools.cached_property
+    def memory(self) -> MemoryEstimate:
+        """The estimate of the rank that needs the most memory."""
+        return estimate_memory(self.inputs)
+
+    def fits(self, budget: float) -> bool:
+        """Whether it needs at most `budget` bytes. The first stage often decides."""
+        return estimate_memory(self.inputs, 0).total <= budget and self.memory.total <= budget
+
+
+class Offer(NamedTuple):
+    """A layout: the flags to add, the bytes of a rank, and the extra time of a step, compared with the asked layout
+    (0.29: 29 %)."""
+
+    flags: str
+    bytes: int
+    slower: float
+
+    def __str__(self) -> str:
+        return f"{self.flags or 'the flags as they are'} ({in_mb(self.bytes)} MB, {max(self.slower, 0.0):.0%} slower)"
+
+
+def typical_seconds(inputs: MemoryInputs) -> float:
+    """Return the rough time of a step on a typical GPU or CPU."""
+    return quick_seconds(inputs, GPU if inputs.device == "cuda" else CPU)
+
+
+def bubble(config: Config, num_microbatches: int) -> float:
+    """Return the fraction of time in which the ranks wait, if F, B and W of each layer take the same time."""
+    schedule, layers = config.pipeline_schedule(1), tuple(len(layers) for layers in config.layers_of_virtual_stages())
+    return _bubble(schedule.name, schedule.num_ranks, schedule.num_model_chunks, num_microbatches, layers)
+
+
+@functools.lru_cache(maxsize=256)
+def _bubble(name: str, p: int, v: int, m: int, layers: tuple[int, ...]) -> float:
+    of_layer = p / sum(layers)  # A rank with the mean number of layers takes 1 for each of F, B and W.
+    costs = [ActionCosts(*[number * of_layer] * 3) for number in layers]
+    fewer = m if m <= 3 * p else 2 * p + m % p  # The schedule repeats after this number.
+    slowest = 3 * of_layer * max(sum(layers[rank::p]) for rank in range(p))
+    length = timetable(build_schedule(name, p, v, fewer), costs).length + (m - fewer) * slowest
+    return 1 - 3 * m / length
+
+
+def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = True) -> Iterator[Candidate]:
+    """Yield all layouts of the run with the same number of ranks and the same global batch, and with at least as many
+    ranks per model.
+
+    batch: the largest micro-batch size (default: that of `inputs`).
+    offload: yield also layouts that use memory of the host.
+    """
+    requested = inputs.config
+    largest = batch or requested.train.micro_batch_size
+    global_batch_size = (
+        requested.train.global_batch_size or largest * inputs.data_parallel_size * inputs.num_microbatches
+    )
+    sizes = [largest >> halved for halved in range(largest.bit_length()) if largest % (1 << halved) == 0]
+    recomputes = RECOMPUTES[RECOMPUTES.index(requested.train.recompute_granularity) :]
+    for split, b, recompute in itertools.product(_model_splits(inputs), sizes, recomputes):
+        tp, pp = split["tensor_model_parallel_size"], split["pipeline_model_parallel_size"]
+        dp = inputs.world_size // (tp * pp)
+        if global_batch_size % (b * dp):
+            continue
+        if "pipeline_schedule" in split and global_batch_size < b * dp * pp:
+            continue  # The zero-bubble schedule needs a micro-batch for each stage.
+        on_gpu, full = offload and inputs.device == "cuda", recompute == "full"
+        useful = {
+            "sequence_parallel": tp > 1,
+            "use_distributed_optimizer": dp > 1,
+            "shard_gradients": dp > 1,
+            "cpu_offload_optimizer": on_gpu,
+            "partition_activations": full and requested.data.seq_length % tp > 0,
+            "checkpoint_in_cpu": on_gpu and full,
+        }
+        choices = [
+            (True,) if getattr(requested.parallel, name) else (False, True) if is_useful else (False,)
+            for name, is_useful in useful.items()
+        ]
+        for choice in itertools.product(*choices):
+            parallel: dict[str, Any] = {**split, **dict(zip(useful, choice, strict=True))}
+            train: dict[str, Any] = {
+                "micro_batch_size": b,
+                "global_batch_size": global_batch_size,
+                "recompute_granularity": recompute,
+            }
+            try:
+                new_inputs = dataclasses.replace(
+                    inputs,
+                    config=dataclasses.replace(
+                        requested,
+                        train=dataclasses.replace(requested.train, gradient_accumulation_steps=None, **train),
+                        parallel=dataclasses.replace(requested.parallel, **parallel),
+                    ),
+                )
+                least_bytes = low_bytes(new_inputs)
+            except ValueError:  # The flags exclude each other, or the sizes of this layout do not divide each other.
+                continue
+            if b == requested.train.micro_batch_size and dp == inputs.data_parallel_size:
+                del train["global_batch_size"]  # The flag would not change it.
+            flags = (
+                *changed_flags("parallel", requested.parallel, parallel),
+                *changed_flags("train", requested.train, train),
+            )
+            yield Candidate(new_inputs, flags, least_bytes)
+
+
+def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
+    """Yield the ways to split a model over ranks: tensor-parallel sizes, stages, and pipeline schedules."""
+    requested, model = inputs.config.parallel, inputs.config.model
+    tp, pp = requested.tensor_model_parallel_size, requested.pipeline_model_parallel_size
+    divisors = {n for n in range(1, inputs.world_size + 1) if inputs.world_size % n == 0}
+    own_schedule = requested.pipeline_schedule or inputs.config.num_model_chunks > 1
+    for tensor, pipeline in itertools.product(sorted({tp, *divisors & set(MODEL_PARALLEL)}), sorted({pp, *divisors})):
+        split = tensor * pipeline
+        if split < tp * pp or inputs.world_size % split or model.num_attention_heads % tensor:
+            continue
+        sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+        if not (own_schedule and pipeline == 1 < pp):
+            yield sizes
+        if own_schedule or pipeline == 1:
+            continue
+        yield {**sizes, "pipeline_schedule": "zero-bubble"}
+        for chunks in (4, 3, 2):
+            if model.num_layers % (pipeline * chunks) == 0:
+                yield {**sizes, "num_layers_per_virtual_pipeline_stage": model.num_layers // (pipeline * chunks)}
+
+
+def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
+    """Return up to three layouts that need at most `budget` bytes, the cheapest first.
+
+    Prefers layouts with different techniques, and then variants of them. A layout whose flags contain all flags of a
+    cheaper one is left out."""
+
+    order = [candidate for candidate in layouts(inputs) if candidate.least <= budget]
+    order.sort(key=lambda c: (c.cost, len(c.flags), c.least))
+    found: list[Candidate] = []
+    for end in (1, None):  # compare the names of the flags, and then also their values
+
+        def names(candidate: Candidate, end: int | None = end) -> set[tuple[str, ...]]:
+            return {tuple(flag.split()[:end]) for flag in candidate.flags}
+
+        for candidate in order:
+            is_new = not any(names(other) <= names(candidate) for other in found)
+            # Only layouts that can be returned are traced.
+            if len(found) < 3 and is_new and candidate.fits(budget):
+                found.append(candidate)
+    found.sort(key=lambda c: (c.cost, len(c.flags), c.memory.total))
+    return [_offer(inputs, candidate) for candidate in found]
+
+
+def smallest_offer(inputs: MemoryInputs) -> Offer:
+    """Return the layout that needs the least memory: of those with the lowest estimate, the one with the most flags."""
+
+    def size(candidate: Candidate) -> tuple[float, int, int]:
+        return candidate.least, -len(candidate.flags), candidate.inputs.config.train.micro_batch_size
+
+    return _offer(inputs, min(layouts(inputs), key=size))
+
+
+def _offer(inputs: MemoryInputs, candidate: Candidate) -> Offer:
+    slower = candidate.cost / typical_seconds(inputs) - 1
+    return Offer(" ".join(candidate.flags), candidate.memory.total, round(slower, 4))
+
+
+def largest_micro_batch(inputs: MemoryInputs, budget: int) -> int:
+    """Return the largest --micro-batch-size that needs at most `budget` bytes, without gradient accumulation and with
+    all other flags unchanged; 0 if not even one sample fits."""
+
+    def fits(b: int) -> bool:
+        config = with_batch_size(inputs.config, b * inputs.data_parallel_size)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=b))
+        made = dataclasses.replace(inputs, config=config)
+        return low_bytes(made) <= budget and estimate_memory(made).total <= budget
+
+    high = 1
+    while fits(high):
+        high *= 2
+    return bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda b: not fits(b)) + high // 2
+
+
+def changed_flags(section: str, asked: object, values: dict[str, Any]) -> Iterator[str]:
+    """Yield the flags for the values that differ from `asked`."""
+    for name, value in values.items():
+        if value != getattr(asked, name):
+            yield flag_name(f"{section}.{name}") + ("" if value is True else f" {value}")
 
 
 def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> list[tuple[Candidate, StepTime]]:

@@ -23,7 +23,6 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan import hook
 from megatron.gpt2.extensions.plan.command import main
-from megatron.gpt2.extensions.plan.fit import bubble, layouts
 from megatron.gpt2.extensions.plan.memory import (
     BATCH_BYTES_PER_TOKEN,
     MemoryInputs,
@@ -32,6 +31,7 @@ from megatron.gpt2.extensions.plan.memory import (
     stage_memory,
     traced_memory,
 )
+from megatron.gpt2.extensions.plan.search import bubble, layouts
 from megatron.gpt2.pipeline.analysis import timetable, uniform_costs
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
