@@ -8,6 +8,7 @@ summed over ranks. The sum would spread a value that is not finite to all ranks.
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,7 +57,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
         "learning_rate": optimizer.learning_rate.item(),
         "first": first_here and first_here[3:],
         "norms": {
-            name: {"weight": parameter.float().norm().item(), "summed gradient": buffer.owned_grad(name).norm().item()}
+            name: {"weight": _norm(parameter), "summed gradient": _norm(buffer.owned_grad(name))}
             for name, parameter in buffer.parameters.items()
         },
     }
@@ -64,7 +65,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
     path = folder / f"not_finite_{trainer.progress.iteration:07d}_{rank_file_name(trainer.parallel.rank)}.json"
     with contextlib.suppress(OSError):  # A full disk must not hide the reason.
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(state, indent=1))
+        path.write_text(json.dumps(state, indent=1, allow_nan=False))
     first_by_rank = [json.loads(text) for text in gather_strings(json.dumps(first_here))]
     if not any(first_by_rank):
         return ""
@@ -94,6 +95,12 @@ def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
             setattr(reducer, method, functools.partial(observed, getattr(reducer, method)))
             hooks.callback(delattr, reducer, method)  # Deleting the attribute restores the method of the class.
         yield
+
+
+def _norm(tensor: Tensor) -> float | str:
+    """Return the norm of `tensor` as a JSON value: "nan" or "inf" if it is not finite, because JSON has no NaN."""
+    norm = tensor.float().norm().item()
+    return norm if math.isfinite(norm) else str(norm)
 
 
 def _observe_output(observe: Observer, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
