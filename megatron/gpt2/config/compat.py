@@ -198,13 +198,10 @@ NO_STAGE_3 = (
     "--tensor-model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
 )
 STAGE = "1 is read as --use-distributed-optimizer, 2 adds --shard-gradients, 3 is refused"
-ALWAYS_ON = "always on"
-NO_OVERLAP = "this overlap is not implemented; results are the same"
 EVALUATE = how_to_call("evaluate_gpt2")
 CONVERT = f"{how_to_call('checkpoint')} convert"
-RECOMPUTES = "there is one implementation of activation checkpointing"
-PINNED = "host memory for copies to and from a GPU is always pinned"
-NOT_GPT2 = "not part of GPT-2; leave it out"
+ONE_IMPLEMENTATION = "there is one implementation, with the same results"
+NOT_GPT2 = "not part of the pretraining of GPT-2; leave it out"
 ADAMW = "the optimizer is AdamW"
 # Only Megatron has these values of a flag. The text says what to give instead.
 GPT2_FILES = "give --vocab-file vocab.json and --merge-file merges.txt"
@@ -235,22 +232,11 @@ MEGATRON_RULES = by_name(
         "--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
         "attention accumulates in fp32, but some bf16 kernels on a CPU hold scores in bf16",
     ),
-    ignored("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "had no effect on GPT-2 in 2019"),
     ignored("--fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul", "the loss and sums are in fp32"),
-    ignored(
-        "--main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype=",
-        "master weights and optimizer state are in fp32",
-        "fp32",
-    ),
-    refused(
-        "--embedding-weights-in-fp32 --fp32-residual-connection --output-logit-dtype=",
-        "every layer computes in --precision; leave it out",
-    ),
     # Memory
     read_as("--checkpoint-activations", "train.recompute_granularity", "full"),
     read_as("--recompute-activations", "train.recompute_granularity", "selective"),
     ignored("--recompute-modules=", "--recompute-granularity selective recomputes GELU and layer norms"),
-    ignored("--recompute-method=", "--recompute-num-layers is uniform", "uniform"),
     read_as("--activations-checkpoint-method=", "train.recompute_granularity", "full", "uniform"),
     read_as(
         "--scattered-embeddings",
@@ -258,22 +244,10 @@ MEGATRON_RULES = by_name(
         True,
         note=", which also splits the activations between layers",
     ),
-    ignored("--split-transformers", "a layer is recomputed as a whole, which needs less memory from 8 layers on"),
-    ignored("--memory-centric-tiled-linear --tile-factor=", "tiles are for ZeRO stage 3; no weights are gathered here"),
-    ignored(
-        "--deepspeed-activation-checkpointing --contigious-checkpointing --synchronize-each-layer --profile-backward",
-        RECOMPUTES,
-    ),
     refused(
         "--fine-grained-activation-offloading",
         "give --cpu-offloading-num-layers, or --recompute-granularity full --checkpoint-in-cpu",
     ),
-    ignored(
-        "--use-pin-memory --pin-cpu-grads --pin-cpu-params --overlap-cpu-optimizer-d2h-h2d "
-        "--use-torch-optimizer-for-cpu-offload --cpu-torch-adam",
-        "--cpu-offload-optimizer always uses torch's AdamW and pinned memory",
-    ),
-    ignored("--optimizer-offload-fraction=", "--cpu-offload-optimizer moves the whole optimizer", "1", "1.0"),
     # Model
     read_as("--openai-gelu --bias-gelu-fusion", "model.gelu", "tanh"),
     read_as(
@@ -292,14 +266,30 @@ MEGATRON_RULES = by_name(
         "--use-grouped-gemm-for-dense-mlp --mem-efficient-ln --jit-fuser --cuda-graph-{impl,modules,scope,"
         "warmup-steps} --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --te-rng-tracker "
         "--mlp-chunks-for-training= --ds-fused-adam --gradient-reduce-div-fusion --enable-experimental "
-        "--use-precision-aware-optimizer --abort-on-unmet-fused-kernel-constraints",
-        "there is one implementation",
+        "--use-precision-aware-optimizer --abort-on-unmet-fused-kernel-constraints --split-transformers "
+        "--memory-centric-tiled-linear --tile-factor= --deepspeed-activation-checkpointing "
+        "--contigious-checkpointing --synchronize-each-layer --profile-backward --use-pin-memory --pin-cpu-grads "
+        "--pin-cpu-params --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload --cpu-torch-adam "
+        "--overlap-param-gather-{with-optimizer-step} --overlap-p2p-{communication,communication-warmup-flush} "
+        "--tp-comm-{bootstrap-backend,bulk-dgrad,bulk-wgrad,overlap,overlap-ag,overlap-cfg,overlap-rs,overlap-rs-dgrad,"
+        "split-ag,split-rs} --use-ring-exchange-p2p --scatter-gather-tensors-in-pipeline --align-grad-reduce "
+        "--align-param-gather --defer-embedding-wgrad-compute --wgrad-deferral-limit= --enable-zbh1-exact-semantics "
+        "--microbatch-group-size-per-virtual-pipeline-stage= --clone-scatter-output-in-embedding "
+        "--ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --use-nccl-ub "
+        "--use-sharp --sharp-enabled-group= --nccl-communicator-config-path= --high-priority-stream-groups= "
+        "--symmetric-{ar-type,registration} --pipeline-model-parallel-comm-backend= --create-all-gather-group "
+        "--gloo-process-groups --use-tp-pp-dp-mapping --num-distributed-optimizer-instances= "
+        "--use-layer-wise-param-layout --sync-tp-duplicated-parameters --distributed-timeout-seconds-after-init= "
+        "--DDP-impl= --lazy-loader --mmap-warmup --data-impl= --dataset-impl= --mmap-bin-files "
+        "--num-dataset-builder-threads= --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
+        "--per-dataset-sequences-path= --s3-cache-path= --object-storage-cache-path= --enable-msc --disable-msc "
+        "--aml-data-download-path= --valid-num-workers= --data-sharding --create-attention-mask-in-dataloader "
+        "--muon-nesterov --muon-use-nesterov --muon-fp32-matmul-prec= --muon-use-syrk --use-pytorch-profiler "
+        "--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init",
+        ONE_IMPLEMENTATION,
     ),
     ignored("--calculate-per-token-loss", "the loss is always the mean over the tokens of the global batch"),
     ignored("--add-qkv-bias", "every linear layer of GPT-2 has a bias"),
-    ignored("--position-embedding-type=", "positions are learned embeddings", "learned_absolute"),
-    ignored("--normalization=", "GPT-2 has layer norms", "LayerNorm"),
-    ignored("--softmax-type=", "attention has the usual softmax", "vanilla"),
     translated(
         "--kv-channels= --mup-base-head-dim=",
         "it is --hidden-size / --num-attention-heads, the only size",
@@ -318,12 +308,6 @@ MEGATRON_RULES = by_name(
     ),
     _rule("refused", "--group-query-attention", NOT_GPT2, unless="--num-query-groups"),
     ignored("--mup-width-mult=", "it is --hidden-size / --mup-base-width"),
-    ignored("--mup-{attn-scale-power,embedding-mult,output-mult}", "as here", "1", "1.0"),
-    ignored("--num-experts=", "GPT-2 has no experts", "1"),
-    ignored("--mlp-type=", "GPT-2 has no experts", "standard"),
-    ignored(
-        "--encoder-tensor-model-parallel-size= --encoder-pipeline-model-parallel-size=", "GPT-2 has no encoder", "0"
-    ),
     refused(
         "--swiglu --glu-activation= --quick-geglu --squared-relu --untie-embeddings-and-output-weights "
         "--disable-bias-linear --apply-residual-connection-post-layernorm --apply-layernorm-1p --embed-layernorm "
@@ -333,7 +317,19 @@ MEGATRON_RULES = by_name(
         "--experimental-attention-variant= --mtp-num-layers= --enable-mhc-connections --spec= --is-hybrid-model "
         "--hybrid-override-pattern= --hybrid-layer-pattern= --hybrid-attention-ratio= --hybrid-mlp-ratio= "
         "--heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json= --moe-use-upcycling "
-        "--encoder-num-layers= --decoder-num-layers= --retro-add-retriever",
+        "--encoder-num-layers= --decoder-num-layers= --retro-add-retriever --embedding-weights-in-fp32 "
+        "--fp32-residual-connection --output-logit-dtype= --lazy-mpu-init= --fake-process-group --decoupled-lr= "
+        "--decoupled-min-lr= --freeze-all-layers --muon-no-split-qkv --perform-rl-step --kd --mos --load-teacher= "
+        "--export-* --logits-* --fim-data --sft --loss-on-targets-only --reweight-loss-based-on-position-frequency "
+        "--noise-density= --mean-noise-span-length= --data-efficiency-curriculum-learning --curriculum-learning "
+        "--random-ltd --iterations-to-skip= --skip-train-iteration-range= "
+        # flags of BERT and of models of images
+        "--pretrained-bert --presplit-sentences --bert-* --biencoder-* --faiss-* --retriever-* --train-with-neg "
+        "--use-one-sent-docs --max-preds-per-seq= --eval-max-preds-per-seq= --mask-* --short-seq-prob= "
+        "--decoder-seq-length= --ict-* --titles-data-path= --block-data-path= --embedding-path= --evidence-data-path= "
+        "--query-in-block-prob= --indexer-* --qa-data-* --train-hard-neg= --val-av-rank-* --img-* --patch-dim= "
+        "--num-channels= --num-classes= --report-topk-accuracies= --vision-* --swin-* --dino-* --classes-fraction= "
+        "--data-per-class-fraction= --head-lr-mult= --iter-per-epoch= --output-bert-embeddings",
         NOT_GPT2,
     ),
     ignored("--use-cpu-initialization --no-initialization", "every device gets the same initial weights"),
@@ -372,47 +368,16 @@ MEGATRON_RULES = by_name(
     ignored(
         "--overlap-grad-reduce --overlap-param-gather --async-tensor-model-parallel-allreduce "
         "--contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp",
-        ALWAYS_ON,
+        "always on",
     ),
-    ignored(
-        "--overlap-param-gather-{with-optimizer-step} --overlap-p2p-{communication,communication-warmup-flush} "
-        "--tp-comm-{bootstrap-backend,bulk-dgrad,bulk-wgrad,overlap,overlap-ag,overlap-cfg,overlap-rs,overlap-rs-dgrad,"
-        "split-ag,split-rs} --use-ring-exchange-p2p --scatter-gather-tensors-in-pipeline --align-grad-reduce "
-        "--align-param-gather --defer-embedding-wgrad-compute --wgrad-deferral-limit= --enable-zbh1-exact-semantics "
-        "--microbatch-group-size-per-virtual-pipeline-stage= --clone-scatter-output-in-embedding",
-        NO_OVERLAP,
-    ),
-    ignored(
-        "--ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --use-nccl-ub "
-        "--use-sharp --sharp-enabled-group= --nccl-communicator-config-path= --high-priority-stream-groups= "
-        "--symmetric-{ar-type,registration} --pipeline-model-parallel-comm-backend= --create-all-gather-group "
-        "--gloo-process-groups --use-tp-pp-dp-mapping --num-distributed-optimizer-instances= "
-        "--use-layer-wise-param-layout --sync-tp-duplicated-parameters --distributed-timeout-seconds-after-init=",
-        "process groups and buffers are fixed",
-    ),
-    ignored("--DDP-impl=", "gradients are always reduced in flat buffers"),
-    refused("--lazy-mpu-init= --fake-process-group", "process groups are made at the start; leave it out"),
     ignored("--local-rank=", "the local rank is read from the launcher's variables"),
     refused(
         "--batch-invariant-mode --data-parallel-random-init", "give --deterministic or --exact-layouts; leave it out"
     ),
     # Data
     ignored("--loose-json", "--train-data detects the file format"),
-    ignored(
-        "--lazy-loader --mmap-warmup --data-impl= --dataset-impl= --mmap-bin-files --num-dataset-builder-threads= "
-        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --per-dataset-sequences-path= "
-        "--s3-cache-path= --object-storage-cache-path= --enable-msc --disable-msc --aml-data-download-path= "
-        "--valid-num-workers= --data-sharding",
-        "token files (.bin) are always memory-mapped, and text is tokenised to such a file once",
-    ),
     ignored("--shuffle", "training samples are always shuffled, by --seed"),
     ignored("--resume-dataloader --repeated-dataloader", "data always continues from the checkpoint, over all epochs"),
-    ignored(
-        "--tokenizer-model-type=",
-        "the model file stores its type; a new one is BPE",
-        "bpe",
-        *(f"bert-{size}-{case}" for size in ("base", "large") for case in ("uncased", "cased")),
-    ),
     refused(
         "--tokenizer-name-or-path= --tokenizer-metadata=", "give --vocab-file and --merge-file, or --tokenizer-model"
     ),
@@ -422,9 +387,6 @@ MEGATRON_RULES = by_name(
         lambda word, _: {"model.make_vocab_size_divisible_by": _count(word)},
     ),
     read_as("--no-pad-vocab-size --disable-pad-vocab-size", "model.make_vocab_size_divisible_by", 1),
-    ignored("--dataloader-type=", "every epoch is shuffled by --seed", "single", "cyclic"),
-    ignored("--mid-level-dataset-surplus=", "it is Megatron's default", "0.005"),
-    ignored("--create-attention-mask-in-dataloader", "attention masks are never built"),
     translated("--train-data-path=", "read as --data-path with --split 1", _indexed_prefix),
     refused("--mock-data", "leave --train-data out to train on the built-in corpus"),
     refused(
@@ -442,25 +404,9 @@ MEGATRON_RULES = by_name(
         "give --data-path with weights and prefixes, --split, and --train-epochs",
     ),
     refused("--dataloader-inter-document-masking", "give --reset-attention-mask"),
-    ignored("--sample-rate=", "an epoch reads every sample once", "1", "1.0"),
-    refused(
-        "--fim-data --sft --loss-on-targets-only --reweight-loss-based-on-position-frequency --noise-density= "
-        "--mean-noise-span-length= --data-efficiency-curriculum-learning --curriculum-learning --random-ltd "
-        "--iterations-to-skip= --skip-train-iteration-range=",
-        "training reads every token of every sample in order; leave it out",
-    ),
     refused(
         "--decrease-batch-size-if-needed",
         "give batch sizes that are divisible by --micro-batch-size × data-parallel ranks",
-    ),
-    refused(
-        "--pretrained-bert --presplit-sentences --bert-* --biencoder-* --faiss-* --retriever-* --train-with-neg "
-        "--use-one-sent-docs --max-preds-per-seq= --eval-max-preds-per-seq= --mask-* --short-seq-prob= "
-        "--decoder-seq-length= --ict-* --titles-data-path= --block-data-path= --embedding-path= --evidence-data-path= "
-        "--query-in-block-prob= --indexer-* --qa-data-* --train-hard-neg= --val-av-rank-* --img-* --patch-dim= "
-        "--num-channels= --num-classes= --report-topk-accuracies= --vision-* --swin-* --dino-* --classes-fraction= "
-        "--data-per-class-fraction= --head-lr-mult= --iter-per-epoch= --output-bert-embeddings",
-        "for BERT or another model, not part of GPT-2; leave it out",
     ),
     # Optimizer, schedule and length
     translated(
@@ -470,25 +416,8 @@ MEGATRON_RULES = by_name(
         "--lr-warmup-tokens=", "read as --lr-warmup-samples, in tokens", _in_samples("optimizer.lr_warmup_samples")
     ),
     refused("--lr-wsd-decay-samples=", "give --lr-wsd-decay-iters"),
-    ignored("--lr-wsd-decay-style=", "the decay of WSD is exponential", "exponential"),
-    ignored("--lr-warmup-init=", "warmup starts at 0", "0", "0.0"),
-    refused("--decoupled-lr= --decoupled-min-lr= --freeze-all-layers", "all weights have the rate --lr; leave it out"),
-    ignored("--muon-nesterov --muon-use-nesterov", "Muon always uses Nesterov's momentum"),
-    ignored("--muon-fp32-matmul-prec= --muon-use-syrk", "Newton-Schulz runs in the precision of the model"),
-    ignored("--muon-scale-mode=", "as here", "spectral"),
-    ignored("--muon-coefficient-type=", "as here", "simple"),
-    ignored("--muon-tp-mode=", "as here", "duplicated", "distributed"),
-    ignored("--muon-scalar-optimizer=", "as here", "adam"),
-    refused("--muon-no-split-qkv", "Muon splits QKV; leave it out"),
     refused("--use-bnb-optimizer", "give --cpu-offload-optimizer or --use-distributed-optimizer"),
-    ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
     refused("--start-weight-decay= --end-weight-decay= --weight-decay-cond-type=", "give --weight-decay"),
-    ignored("--no-weight-decay-cond-type=", "there are no norms of queries and keys", "apply_wd_to_qk_layernorm"),
-    # Other kinds of training, and distillation
-    refused(
-        "--perform-rl-step --kd --mos --load-teacher= --export-* --logits-*",
-        "the loss is that of the next token; leave it out",
-    ),
     refused("--skip-train --eval-only= --no-train= --inference", f"not for pretraining; use {EVALUATE}"),
     refused("--cloze-eval --strict-lambada --overlapping-eval= --task=", f"not for pretraining; give it to {EVALUATE}"),
     refused("--full-validation", "give a large --eval-iters: a smaller split is read once"),
@@ -509,7 +438,6 @@ MEGATRON_RULES = by_name(
         "--kill-switch-{file,path}",
         "on SIGTERM the run saves and exits; the same command continues it",
     ),
-    ignored("--exit-signal=", "the run saves and exits on SIGTERM", "SIGTERM", "15"),
     ignored(
         "--use-checkpoint-args --use-tokenizer-model-from-checkpoint-args --use-mp-args-from-checkpoint-args",
         "the shape and tokenizer are always read from the checkpoint unless a flag gives them",
@@ -531,7 +459,6 @@ MEGATRON_RULES = by_name(
         f"saves have one format with hashes, which every layout opens; {CONVERT} --to torch_dist exports it",
     ),
     ignored("--save-retain-interval=", "all checkpoints are kept without --keep-last"),
-    ignored("--non-persistent-ckpt-type=", "--local-checkpoint-dir is local", "local"),
     ignored(
         "--non-persistent-local-ckpt-algo= --replication-{factor,jump}", "every rank saves its part to its own disk"
     ),
@@ -567,7 +494,6 @@ MEGATRON_RULES = by_name(
         lambda *_: {},
     ),
     refused("--profile-steps=", "give --profile START END"),
-    ignored("--use-pytorch-profiler", "--profile always uses torch's profiler"),
     refused("--yaml-cfg=", "give the flags, or --config with the config.json of a run"),
     refused(
         "--n-layer= --n-head= --n-embd= --block-size= --max-iters= --init-from= --out-dir=",
@@ -580,9 +506,7 @@ MEGATRON_RULES = by_name(
         "--zero-reduce-bucket-size= --zero-allgather-bucket-size= --zero-contigious-gradients --zero-reduce-scatter",
         "give them in the --deepspeed-config, as in DeepSpeedExamples",
     ),
-    ignored("--remote-device=", "weights stay on the device; --tensor-model-parallel-size splits them", "none"),
     translated("--deepspeed-config= --deepscale-config=", "each key is translated, ignored or refused", lambda *_: {}),
-    # A flag that turns one of these features on is refused or has only one value.
     ignored(
         "--fp8-{amax-compute-algo,amax-history-len,interval,margin,output-proj,param-gather,quantizer-factory,recipe,"
         "wgrad} --fp4-{param-gather,quantizer-factory,recipe} --kitchen-{attention-backend} --keep-fp8-* "
@@ -609,6 +533,35 @@ MEGATRON_RULES = by_name(
         "suffix-token} --sft-* --sgd-momentum= --lion-* --rl-* --grpo-* --langrl-* --refit-method= --kd-* "
         "--num-layers-teacher= --num-experts-teacher= --hidden-size-teacher= --num-attention-heads-teacher=",
         "a setting of a feature that is not used",
+    ),
+    *(
+        ignored(names, "no other value is implemented", *values.split())
+        for names, values in {
+            "--main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype=": "fp32",
+            "--num-experts=": "1",
+            "--mup-{attn-scale-power,embedding-mult,output-mult}": "1 1.0",
+            "--sample-rate= --optimizer-offload-fraction=": "1 1.0",
+            "--encoder-tensor-model-parallel-size= --encoder-pipeline-model-parallel-size=": "0",
+            "--lr-warmup-init=": "0 0.0",
+            "--mid-level-dataset-surplus=": "0.005",
+            "--recompute-method=": "uniform",
+            "--position-embedding-type=": "learned_absolute",
+            "--normalization=": "LayerNorm",
+            "--softmax-type=": "vanilla",
+            "--mlp-type=": "standard",
+            "--tokenizer-model-type=": "bpe bert-base-cased bert-base-uncased bert-large-cased bert-large-uncased",
+            "--dataloader-type=": "single cyclic",
+            "--lr-wsd-decay-style=": "exponential",
+            "--muon-scale-mode=": "spectral",
+            "--muon-coefficient-type=": "simple",
+            "--muon-tp-mode=": "duplicated distributed",
+            "--muon-scalar-optimizer=": "adam",
+            "--weight-decay-incr-style=": "constant",
+            "--no-weight-decay-cond-type=": "apply_wd_to_qk_layernorm",
+            "--exit-signal=": "SIGTERM 15",
+            "--non-persistent-ckpt-type=": "local",
+            "--remote-device=": "none",
+        }.items()
     ),
     # Generation
     ignored(
@@ -655,7 +608,6 @@ DEEPSPEED_RULES = by_name(
     numeric("fp16.loss_scale_window", "optimizer.loss_scale_window"),
     numeric("fp16.hysteresis", "optimizer.hysteresis"),
     numeric("fp16.min_loss_scale", "optimizer.min_loss_scale"),
-    ignored("fp32_allreduce prescale_gradients", "gradients are always reduced in fp32"),
     translated(
         "communication_data_type",
         "bf16 is read as --grad-reduce-in-bf16",
@@ -675,20 +627,17 @@ DEEPSPEED_RULES = by_name(
         "cpu",
         "none",
     ),
-    ignored("zero_optimization.offload_optimizer.pin_memory zero_optimization.cpu_offload_use_pin_memory", PINNED),
     numeric("zero_optimization.reduce_bucket_size", "parallel.ddp_bucket_size"),
     ignored(
         "zero_optimization.overlap_comm zero_optimization.allgather_partitions zero_optimization.reduce_scatter "
-        "zero_optimization.contiguous_gradients",
-        ALWAYS_ON,
-    ),
-    ignored(
-        "zero_optimization.allgather_bucket_size zero_optimization.round_robin_gradients",
-        "not implemented; results are the same",
-    ),
-    ignored(
-        "zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint",
-        "checkpoints have fp32 weights for all layouts",
+        "zero_optimization.contiguous_gradients zero_optimization.allgather_bucket_size "
+        "zero_optimization.round_robin_gradients zero_optimization.load_from_fp32_weights "
+        "zero_optimization.elastic_checkpoint zero_optimization.stage3_* zero_optimization.sub_group_size "
+        "zero_optimization.offload_optimizer.pin_memory zero_optimization.cpu_offload_use_pin_memory fp32_allreduce "
+        "prescale_gradients activation_checkpointing.contiguous_memory_optimization "
+        "activation_checkpointing.number_checkpoints activation_checkpointing.synchronize_checkpoint_boundary "
+        "activation_checkpointing.profile",
+        ONE_IMPLEMENTATION,
     ),
     refused(
         "zero_optimization.offload_param zero_optimization.cpu_offload_params",
@@ -696,14 +645,8 @@ DEEPSPEED_RULES = by_name(
     ),
     read_as("activation_checkpointing.partition_activations", "parallel.partition_activations", True),
     read_as("activation_checkpointing.cpu_checkpointing", "parallel.checkpoint_in_cpu", True),
-    ignored(
-        "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints "
-        "activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile",
-        RECOMPUTES,
-    ),
     # Optimizer and schedule
     ignored("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", ADAMW),
-    ignored("zero_optimization.stage3_* zero_optimization.sub_group_size", "a setting of ZeRO stage 3"),
     ignored("optimizer.params.max_grad_norm", "ignored, as in DeepSpeed: `gradient_clipping` sets the limit"),
     ignored("optimizer.type", "both select AdamW", "Adam", "AdamW"),
     numeric("optimizer.params.lr", "optimizer.lr"),

@@ -58,18 +58,16 @@ def test_all_errors_are_in_one_line():
     said = error_of("--swiglu --num-layerz 3 --num-experts 8 --zzz 1 --qk-clip --precision fp9 --yaml-cfg a")
     assert said.startswith("unknown flags --num-layerz: did you mean --num-layers?, --zzz: --help lists the flags; ")
     assert "; --precision: invalid choice: 'fp9' (choose from auto, " in said
-    assert "; --num-experts 8 is not supported, only 1: GPT-2 has no experts; " in said
-    assert "; --swiglu, --qk-clip are not supported: not part of GPT-2; leave it out; --yaml-cfg a is not" in said
+    assert "; --num-experts 8 is not supported, only 1: no other value is implemented; " in said
+    assert "; --swiglu, --qk-clip are not supported: not part of the pretraining of GPT-2; leave it out; --yaml" in said
 
 
 @pytest.mark.parametrize(
     "name, meant",
     {
-        "--log-nonsense": None,
         "--disable-log-anything": None,
         "--no-sequence-parallel": None,
         "--learning-rate": None,
-        "--log-intervall": "--log-interval",
         "--tensorboard-dri": "--tensorboard-dir",
         "-num-layers": "--num-layers",
     }.items(),
@@ -92,12 +90,9 @@ def test_beginnings_and_opposites():
 @pytest.mark.parametrize(
     "line, message",
     {
-        "--pretrained-bert": "for BERT or another model",
         "--zero-stage 3": "--zero-stage 3 is not implemented: ",
-        "--zero-stage two": "--zero-stage two is not a stage of ZeRO",
         "--pipe-parallel-size x": "--pipe-parallel-size x is not a whole number",
-        "--remote-device nvme": "only none: weights stay on the device",
-        "--use-npy-data-loader": "give loose JSON or text with --train-data",
+        "--remote-device nvme": "--remote-device nvme is not supported, only none",
         "--load-openai --load x": "tools/checkpoint.py convert",
         "--kv-channels 32 --hidden-size 64 --num-attention-heads 4": "--kv-channels 32 is not --hidden-size / ",
         "--num-query-groups 2 --num-attention-heads 4": "--num-query-groups 2 is not --num-attention-heads: leave",
@@ -106,14 +101,10 @@ def test_beginnings_and_opposites():
         "--optimizer dist_muon": "--optimizer dist_muon is not supported: give --optimizer muon --use-dist",
         "--lr-decay-tokens 100": "--lr-decay-tokens 100 needs --seq-length",
         "--no-pipeline-parallel --pipeline-model-parallel-size 2": "contradicts --pipeline-model-parallel-size 2",
-        "--tokenizer-model-type unigram": "only bpe or bert",
         "--no-bias-gelu-fusion --gelu tanh": "--no-bias-gelu-fusion contradicts --gelu tanh",
         "--tokenizer-type HuggingFaceTokenizer": "Tokenizer is not supported: give --vocab-file vocab.json",
         "--n-layer 4 --block-size 64": "--n-layer 4, --block-size 64 are not supported: nanoGPT's; give --num-layers",
         "--compile=False": "--compile: leave out the value 'False'",
-        "--tokenizer-type TikTokenizer": "TikTokenizer is not supported: give --vocab-file",
-        "--tokenizer-type NullTokenizer": "or --tokenizer-model, of the tokenizer that made the .bin files",
-        "--lr-decay-style inverse-square-root": "give --lr-decay-style cosine",
     }.items(),
 )
 def test_refused(line: str, message: str):
@@ -121,14 +112,9 @@ def test_refused(line: str, message: str):
 
 
 def test_settings_that_must_have_the_only_value():
-    line = (
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --no-mmap-bin-files "
-        "--group-query-attention --num-query-groups 4"
-    )
+    line = "--hidden-size 64 --num-attention-heads 4 --kv-channels 16 --group-query-attention --num-query-groups 4"
     assert parse(line.split()).notes == (
         "--kv-channels 16: it is --hidden-size / --num-attention-heads, the only size",
-        "--no-mmap-bin-files: ignored: token files (.bin) are always memory-mapped, and text is tokenised to such a "
-        "file once",
         "--num-query-groups 4: must be equal to --num-attention-heads",
     )
 
@@ -184,22 +170,16 @@ def test_translated_keys(tmp_path: Path):
     assert "parallel.use_distributed_optimizer" in arguments.given
 
 
-def test_bf16_old_offload_and_a_static_loss_scale(tmp_path: Path):
+def test_disabled_and_automatic_keys_and_the_old_offload(tmp_path: Path):
+    zero = {"stage": 0, "cpu_offload": True}
+    fp16 = {"enabled": False, "loss_scale": 8}
     config = read(
-        tmp_path,
-        {
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 0, "cpu_offload": True},
-            "fp16": {"enabled": False, "loss_scale": 8},
-        },
+        tmp_path, {"train_batch_size": "auto", "bf16": {"enabled": True}, "zero_optimization": zero, "fp16": fp16}
     ).config
     assert (config.train.precision, config.optimizer.loss_scale) == ("bf16", None)
     assert (config.parallel.cpu_offload_optimizer, config.parallel.use_distributed_optimizer) == (True, False)
-    assert read(tmp_path, {"fp16": {"enabled": True, "loss_scale": 4096}}).config.optimizer.loss_scale == 4096.0
-    second = read(tmp_path, {"zero_optimization": {"stage": 2}})
-    assert second.config.parallel.use_distributed_optimizer and second.config.parallel.shard_gradients
-    automatic = read(tmp_path, {"train_batch_size": "auto", "fp16": {"enabled": "auto"}})
-    assert automatic.config.train.global_batch_size is None and automatic.config.train.precision == "auto"
+    assert config.train.global_batch_size is None
+    assert read(tmp_path, {"fp16": {**fp16, "enabled": True}}).config.optimizer.loss_scale == 8.0
 
 
 def test_a_flag_wins_and_a_note_says_so(tmp_path: Path):
@@ -208,12 +188,6 @@ def test_a_flag_wins_and_a_note_says_so(tmp_path: Path):
     notes = "\n".join(arguments.notes)
     assert "gradient_clipping 0.5: ignored: --clip-grad 1.0 is given" in notes
     assert len(re.findall("ignored: --.* is given", notes)) == 1
-
-
-def test_deepspeed_without_a_file_is_ignored_with_a_note():
-    arguments = parse(["--deepspeed"])
-    assert not arguments.given
-    assert arguments.notes == ("--deepspeed: ignored: the keys of --deepspeed-config are translated instead",)
 
 
 def test_unknown_keys_are_noted(tmp_path: Path):
@@ -226,10 +200,9 @@ def test_unknown_keys_are_noted(tmp_path: Path):
     [
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 is not implemented: every data-parallel"),
         ({"zero_optimization": {"stage": [1]}}, "[1] is not a stage of ZeRO"),
-        ({"zero_optimization": {"stage": 4}}, "4 is not a stage of ZeRO"),
         (
-            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-            "--tensor-model-parallel-size splits the weights",
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "splits the weights, --cpu-offload-optimizer moves the optimizer to the host",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "only cpu or none"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not supported, only Adam or AdamW"),
@@ -238,7 +211,6 @@ def test_unknown_keys_are_noted(tmp_path: Path):
         ({"scheduler": {"type": "WarmupLR"}}, "--lr-decay-style"),
         ({"amp": {"enabled": True}}, 'amp {"enabled": true} is not supported: give --precision'),
         ({"train_batch_size": "16"}, "train_batch_size 16 is not a whole number but a str"),
-        ({"gradient_clipping": "x"}, "gradient_clipping x is not a number but a str"),
         ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power"),
         ("[1]", "is not a JSON object"),
         ("{", "is not JSON"),
@@ -247,19 +219,6 @@ def test_unknown_keys_are_noted(tmp_path: Path):
 def test_refused_in_one_line(tmp_path: Path, content: Any, message: str):
     said = error_line(lambda: read(tmp_path, content))
     assert said.startswith(f"--deepspeed_config {tmp_path / 'ds.json'}") and message in said
-
-
-def test_all_refused_keys_are_in_one_error(tmp_path: Path):
-    with pytest.raises(
-        ValueError, match=r"stage 3 .*; zero_optimization.offload_param .* is not supported: .*; sparse_attention "
-    ):
-        read(
-            tmp_path,
-            {
-                "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-                "sparse_attention": {"mode": "fixed"},
-            },
-        )
 
 
 def test_a_missing_file_is_reported_with_the_other_errors():
