@@ -112,8 +112,8 @@ class Hook:
         """Called before each step."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Called before the optimizer step. The gradients are reduced over the data-parallel ranks. With a distributed
-        optimizer this rank has its shard of them."""
+        """Called before the optimizer step. The gradients are reduced over the data-parallel ranks. With a sharded
+        optimizer, this rank has only its shard of the gradients."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Called after each step. `trainer.progress.iteration` already counts this step."""
@@ -157,10 +157,10 @@ class Hooks(list[Hook]):
         """Call a method, for example `Hook.on_log`, of every hook. Return the results."""
         return [getattr(hook, method.__name__)(*args, **kwargs) for hook in self]
 
-    def call_first(
+    def first_result(
         self, method: Callable[Concatenate[Hook, P], T | None], *args: P.args, **kwargs: P.kwargs
     ) -> T | None:
-        """Call a method of every hook. Return the first result that is not None, or None."""
+        """Call a method of every hook. Return the first result that is not None, or None if every result is None."""
         return next((result for result in self.call(method, *args, **kwargs) if result is not None), None)
 
 

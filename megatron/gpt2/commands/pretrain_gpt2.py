@@ -17,16 +17,11 @@ from megatron.gpt2.dist.ranks import print_status
 from megatron.gpt2.dist.rendezvous import StandbyExit, shutdown_distributed
 from megatron.gpt2.dist.run_program import SaveFolder, start_ranks
 from megatron.gpt2.monitor.incidents import FINISHED, write_ended
+from megatron.gpt2.train.checkpointing import newest_iteration
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.setup import build_context
-from megatron.gpt2.train.start_and_end import (
-    ProcessState,
-    final_report,
-    log_start,
-    newest_iteration,
-    report_finished,
-)
+from megatron.gpt2.train.start_and_end import ProcessState, final_report, log_start, report_finished
 from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 

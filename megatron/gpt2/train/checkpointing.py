@@ -15,7 +15,7 @@ import mpu
 from data_utils.command_line import Log
 from data_utils.files import atomic_write_text
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
-from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name
+from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, newest_local_iteration, run_name
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import BEST, FolderInUse, find_checkpoint, saved_best_loss
 from megatron.gpt2.checkpoint.saver import Saver
@@ -36,7 +36,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.resume_equivalence import resume_equivalence
-from megatron.gpt2.train.setup import RunContext, run_metadata
+from megatron.gpt2.train.setup import RunContext, open_checkpoint, run_metadata
 from megatron.gpt2.train.train_state import Progress, TrainState, seed_random_streams
 from mpu import kernels
 
@@ -235,6 +235,26 @@ def checkpoint_files(
     if not config.no_save_rng:
         files[f"{folder}/rng_{suffix}"] = rng_state_dict(parallel, device)
     return files
+
+
+def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
+    """Return the checkpoint that a program would load from the --save folder, or None if no complete one exists."""
+    try:
+        return open_checkpoint(folder)
+    except ValueError:
+        return None
+
+
+def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
+    """Return the iteration of the checkpoint that a run would continue, including local checkpoints, or 0 without one.
+
+    one_machine: the run uses only this machine.
+    """
+    save, local = str(config.save), config.local_checkpoint_dir
+    newest = loadable_checkpoint(Path(save))
+    return max(
+        newest.iteration if newest else 0, newest_local_iteration(save, local, one_machine=one_machine) if local else 0
+    )
 
 
 def load_checkpoint(

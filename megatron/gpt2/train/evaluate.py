@@ -6,18 +6,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from data_utils import evaluation_batches
+from data_utils import GPT2Dataset, evaluation_batches, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.samplers import SampleDataset
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
 from megatron.gpt2.generate.generation import GenerationRequest, generate
 from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.monitor.log_lines import EvaluationRecord, evaluation_line
+from megatron.gpt2.monitor.log_lines import UNIGRAM, EvaluationRecord, evaluation_line
 from megatron.gpt2.train.trainer import Trainer
 
 # The temperature is low because the unlikely words of a small model are often wrong. The penalty prevents repetitions
 # ("the class of the class of the class").
 SAMPLING = SamplingParams(max_new_tokens=60, temperature=0.5, top_k=40, repetition_penalty=1.2)
+# xz compresses about 2 MB/s. With a larger corpus the wait at the end of a run would be too long.
+XZ_LIMIT = 32 << 20  # number of bytes
 PROMPT_WORDS = 4
 PROMPT_CHARACTERS = 40  # A prompt has at most this number of characters, for languages without spaces.
 
@@ -101,3 +103,23 @@ def prompts_from_split(trainer: Trainer, count: int) -> list[str]:
         line = next((line for line in lines[bool(prompts) :] if len(line.split()) > PROMPT_WORDS), "\n".join(lines))
         prompts.append(" ".join(line.split()[:PROMPT_WORDS])[:PROMPT_CHARACTERS])
     return prompts
+
+
+def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
+    """Return bits per byte of simple compressors, by description, to compare the model with. They are computed on the
+    part of the validation split that the run was evaluated on. The values are None for a long text and for a blend."""
+    train_split, valid, tokenizer = trainer.data.splits.train, trainer.data.splits.valid, trainer.data.tokenizer
+    if (
+        not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset))
+        or train_split.num_tokens > XZ_LIMIT
+    ):
+        return {UNIGRAM: None, "xz -9": None}
+    samples = min(len(valid), trainer.config.train.eval_iters * trainer.context.global_batch_size)
+    held_out = valid.tokens[: samples * trainer.config.data.seq_length]
+    train_text = train_split.text(XZ_LIMIT)
+    return {
+        UNIGRAM: unigram_bits_per_byte(train_split.tokens, held_out, tokenizer.byte_lengths, tokenizer.vocab_size),
+        "xz -9, given the training text": xz_bits_per_byte(train_text, tokenizer.decode_bytes(held_out))
+        if train_text is not None
+        else None,
+    }

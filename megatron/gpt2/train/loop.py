@@ -204,7 +204,7 @@ class IterationLogger:
             for line in lines:
                 trainer.log.info(line)
         if not self._has_shown_memory:
-            expected = trainer.hooks.call_first(Hook.expected_memory, trainer)
+            expected = trainer.hooks.first_result(Hook.expected_memory, trainer)
             trainer.log.info(memory_line(trainer.device, expected.peak if expected else None))
             self._has_shown_memory = True
         self._begin_line(skipped_in_all, now)

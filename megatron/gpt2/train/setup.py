@@ -97,7 +97,7 @@ class RunContext:
     @cached_property
     def numerics(self) -> Numerics:
         """The parts of the run that a hook may replace, see `Hook.numerics`."""
-        return self.hooks.call_first(Hook.numerics, self.device) or Numerics()
+        return self.hooks.first_result(Hook.numerics, self.device) or Numerics()
 
     @property
     def global_batch_size(self) -> int:
@@ -291,17 +291,17 @@ def _resolve_checkpoint(
         require_native_format(
             options.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
         )
-    checkpoint = _open_checkpoint(source)
+    checkpoint = open_checkpoint(source)
     # Find what an earlier start of this command saved, and the folder that holds it.
     own_checkpoint, own_folder = None, save
     if source != save:
-        own_checkpoint = _open_checkpoint(save)
+        own_checkpoint = open_checkpoint(save)
     elif not options.finetune:
         own_checkpoint = checkpoint
     if options.local_checkpoint_dir is not None:
         newest = own_checkpoint.iteration if own_checkpoint is not None else 0
         if local_folder := assemble_local_checkpoint(save, options.local_checkpoint_dir, newest, rank_info, log):
-            own_checkpoint, own_folder = _open_checkpoint(local_folder), str(local_folder)
+            own_checkpoint, own_folder = open_checkpoint(local_folder), str(local_folder)
     if (
         own_checkpoint is not None
         and (own_folder, source) != (save, save)
@@ -325,7 +325,7 @@ def _resolve_checkpoint(
     return arguments, checkpoint, source if checkpoint is not None else None
 
 
-def _open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
+def open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
     """Open the checkpoint to load. Warnings are suppressed here, because loading prints them."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)
 

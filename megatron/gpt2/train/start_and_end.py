@@ -5,14 +5,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
+from data_utils import DamagedData
 from data_utils.command_line import Log, how_to_call, plural, require
-from megatron.gpt2.checkpoint.local import newest_local_iteration
-from megatron.gpt2.checkpoint.reader import NativeCheckpoint
-from megatron.gpt2.checkpoint.save_folder import FolderInUse, find_checkpoint
-from megatron.gpt2.config import CheckpointConfig, DataConfig, flag_name, non_default_values
+from megatron.gpt2.checkpoint.save_folder import FolderInUse
+from megatron.gpt2.config import DataConfig, flag_name, non_default_values
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.device import PRECISIONS, set_threads
 from megatron.gpt2.dist.launch import Launch
@@ -32,12 +29,11 @@ from megatron.gpt2.monitor.incidents import (
     read_records,
     write_ended,
 )
-from megatron.gpt2.monitor.log_lines import UNIGRAM, EvaluationRecord, closing_report, start_table
+from megatron.gpt2.monitor.log_lines import EvaluationRecord, closing_report, start_table
+from megatron.gpt2.train.checkpointing import loadable_checkpoint
+from megatron.gpt2.train.evaluate import baseline_bits_per_byte
 from megatron.gpt2.train.setup import RunContext
 from megatron.gpt2.train.trainer import Trainer
-
-# xz compresses about 2 MB/s. With a larger corpus the wait at the end of a run would be too long.
-XZ_LIMIT = 32 << 20  # number of bytes
 
 
 @dataclass
@@ -108,7 +104,7 @@ class ProcessState:
                 self.context.incidents.refused(error)
             # The first rank that runs out of memory prints the line.
             if rank_info.rendezvous is None or rank_info.rendezvous.store.add("out of memory", 1) == 1:
-                line = self.context.hooks.call_first(Hook.explain_out_of_memory, self.context)
+                line = self.context.hooks.first_result(Hook.explain_out_of_memory, self.context)
                 print_status(line or f"out of memory on rank {rank_info.rank}: {error}")
             shutdown_distributed(rank_info)
             return BAD_INPUT
@@ -159,7 +155,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     begins = f"weights of {context.source}" if context.source else "random weights"
     if progress.iteration:
         begins = f"iteration {progress.iteration} of {context.source}"
-    expected = trainer.hooks.call_first(Hook.expected_memory, trainer)
+    expected = trainer.hooks.first_result(Hook.expected_memory, trainer)
     rows = [
         (
             "model",
@@ -225,26 +221,6 @@ def repetition_warning(epochs: float, data: DataConfig) -> str:
     )
 
 
-def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
-    """Return bits per byte of simple compressors, by description, to compare the model with. They are computed on the
-    part of the validation split that the run was evaluated on. The values are None for a long text and for a blend."""
-    train_split, valid, tokenizer = trainer.data.splits.train, trainer.data.splits.valid, trainer.data.tokenizer
-    if (
-        not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset))
-        or train_split.num_tokens > XZ_LIMIT
-    ):
-        return {UNIGRAM: None, "xz -9": None}
-    samples = min(len(valid), trainer.config.train.eval_iters * trainer.context.global_batch_size)
-    held_out = valid.tokens[: samples * trainer.config.data.seq_length]
-    train_text = train_split.text(XZ_LIMIT)
-    return {
-        UNIGRAM: unigram_bits_per_byte(train_split.tokens, held_out, tokenizer.byte_lengths, tokenizer.vocab_size),
-        "xz -9, given the training text": xz_bits_per_byte(train_text, tokenizer.decode_bytes(held_out))
-        if train_text is not None
-        else None,
-    }
-
-
 def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
     """Return the commands that a user would run next, as (description, command).
 
@@ -260,26 +236,6 @@ def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[
         merge = f"{how_to_call('checkpoint')} merge {folder} {folder}_merged"
         commands.append(("merge its model-parallel parts into one file", merge))
     return commands
-
-
-def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
-    """Return the checkpoint that a program would load from the --save folder, or None if no complete one exists."""
-    try:
-        return find_checkpoint(folder, log=lambda warning: None, verify=False)
-    except ValueError:
-        return None
-
-
-def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
-    """Return the iteration of the checkpoint that a run would continue, including local checkpoints, or 0 without one.
-
-    one_machine: the run uses only this machine.
-    """
-    save, local = str(config.save), config.local_checkpoint_dir
-    newest = loadable_checkpoint(Path(save))
-    return max(
-        newest.iteration if newest else 0, newest_local_iteration(save, local, one_machine=one_machine) if local else 0
-    )
 
 
 def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:

@@ -19,7 +19,7 @@ from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, asse
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.dist.ranks import RankInfo, Rendezvous
-from megatron.gpt2.train.start_and_end import newest_iteration
+from megatron.gpt2.train.checkpointing import newest_iteration
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
