@@ -153,13 +153,11 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     args = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
     parser = build_parser()
     namespace, rest = parser.parse_known_args(args)
-    read = vars(namespace)
-    named, config_file = read.pop("preset", None), read.pop("config_file", None)
-    require(not (named and config_file), "give --model or --config, not both")
-    command_line = {key: value for key, value in read.items() if not key.startswith("launch.")}
-    other, problems = _other_flags(
-        rest, {flag.lower(): flag for flag in (*parser._option_string_actions, *MEGATRON_RULES)}
-    )
+    parsed = vars(namespace)
+    model_name, config_file = parsed.pop("preset", None), parsed.pop("config_file", None)
+    require(not (model_name and config_file), "give --model or --config, not both")
+    command_line = {key: value for key, value in parsed.items() if not key.startswith("launch.")}
+    megatron_flags, problems = _megatron_flags(rest, (*parser._option_string_actions, *MEGATRON_RULES))
     for key, value in command_line.items():
         if (choices := config_fields()[key].metadata["choices"]) and value not in choices:
             problems.append(
@@ -167,34 +165,34 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
                 if value in OTHER_VALUES
                 else f"{flag_name(key)}: invalid choice: {value!r} (choose from {', '.join(choices)})"
             )
-    values, _, notes, refused = apply_rules(MEGATRON_RULES, other, command_line)
+    translated, _, notes, refused = apply_rules(MEGATRON_RULES, megatron_flags, command_line)
     problems += refused
-    command_line |= values
+    command_line |= translated
     sources: dict[str, str] = {}
-    if file := other.get("--deepspeed-config") or other.get("--deepscale-config"):
+    if file := megatron_flags.get("--deepspeed-config") or megatron_flags.get("--deepscale-config"):
         try:
-            values, set_by, lines, _ = read_deepspeed_config(file, command_line)
+            from_file, set_by, file_notes, _ = read_deepspeed_config(file, command_line)
         except (OSError, ValueError) as error:
             problems.append(str(error))
         else:
-            command_line |= values
-            notes += lines
+            command_line |= from_file
+            notes += file_notes
             sources = {flag_name(key): source for key, source in set_by.items()}
     require(not problems, "; ".join(problems))
     for group in MUTUALLY_EXCLUSIVE:
         given = [flag_name(key) for key in group if key in command_line]
         require(len(given) < 2, f"give {' or '.join(given)}, not {'both' if len(given) == 2 else 'all'}")
     if command_line.get("train.profile") == []:
-        command_line["train.profile"] = iterations_to_profile(other)
+        command_line["train.profile"] = iterations_to_profile(megatron_flags)
 
     own_shape = any(key in command_line for key in SHAPE_KEYS)
-    preset = named or (None if own_shape or config_file else "quickstart")
+    preset = model_name or (None if own_shape or config_file else "quickstart")
     base = PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}
     needs_adam = command_line.get("optimizer.optimizer") == "adam" or command_line.get("parallel.cpu_offload_optimizer")
     if preset == "quickstart" and needs_adam:
         base = base | ADAM_QUICKSTART
     values = _override_preset(read_config(config_file) if config_file else base, command_line)
-    from_preset = {key for key in values if (named or config_file) and key in CHECKPOINT_KEYS}
+    from_preset = {key for key in values if (model_name or config_file) and key in CHECKPOINT_KEYS}
     command_line = _implied_tokenizer(command_line) | command_line
     values |= command_line
     values.setdefault("checkpoint.save", _default_save(values, None if own_shape else preset))
@@ -203,12 +201,11 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     )
 
 
-def _other_flags(args: Sequence[str], known: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return {name: value} of the flags of other programs in `args`, and errors about the remaining ones. The value is
-    None, the word that follows the flag, or a list of several.
+def _megatron_flags(args: Sequence[str], known_flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return {name: value} of Megatron's flags in `args`, and errors about unknown flags. The value is None, the word
+    that follows the flag, or a list of words.
 
-    known: all flags, by their spelling in lower case. An error about an unknown flag names the known flag that is
-        nearly the same.
+    known_flags: the flags that an error about a misspelled flag may suggest.
     """
     groups: list[tuple[str, list[str]]] = [("", [])]
     for arg in args:
@@ -217,7 +214,8 @@ def _other_flags(args: Sequence[str], known: Mapping[str, str]) -> tuple[dict[st
             groups.append((name, [value] if equals else []))
         else:
             groups[-1][1].append(arg)
-    read: dict[str, Any] = {}
+    known = {flag.lower(): flag for flag in known_flags}
+    found: dict[str, Any] = {}
     unknown, problems = [], []
     for name, values in groups:
         rule = find_rule(MEGATRON_RULES, name)
@@ -226,11 +224,11 @@ def _other_flags(args: Sequence[str], known: Mapping[str, str]) -> tuple[dict[st
             problems += [f"unexpected argument {value!r}: a value must follow a flag" for value in values[:1]]
             values = []
         if rule is None:
-            typed = "" if name.startswith("--no-") else "--" + name.lstrip("-").lower()  # --no-x does not mean --x.
-            meant = difflib.get_close_matches(typed, known, n=1, cutoff=0.9)
-            unknown += [f"{name}: did you mean {known[meant[0]]}?" if meant else name] * bool(name)
+            spelling = "" if name.startswith("--no-") else "--" + name.lstrip("-").lower()  # --no-x is not --x.
+            similar = difflib.get_close_matches(spelling, known, n=1, cutoff=0.9)
+            unknown += [f"{name}: did you mean {known[similar[0]]}?" if similar else name] * bool(name)
         elif values or not takes_values:
-            read[name] = values if len(values) > 1 else values[0] if values else None
+            found[name] = values if len(values) > 1 else values[0] if values else None
         else:
             problems.append(f"{name}: expected a value")
     if unknown:
@@ -238,13 +236,13 @@ def _other_flags(args: Sequence[str], known: Mapping[str, str]) -> tuple[dict[st
             f"unknown flag{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
             + ("" if unknown[-1].endswith("?") else ": --help lists the flags")
         )
-    return read, problems
+    return found, problems
 
 
 def _alias_notes(args: Sequence[str]) -> list[str]:
     names = dict.fromkeys(arg.partition("=")[0] for arg in args)  # Each name occurs once, in the order of the words.
-    meant = {alias: flag_name(key) for key, f in config_fields().items() for alias in f.metadata["aliases"]}
-    return [f"{name} is read as {meant[name]}" for name in names if name in meant]
+    flag_of = {alias: flag_name(key) for key, f in config_fields().items() for alias in f.metadata["aliases"]}
+    return [f"{name} is read as {flag_of[name]}" for name in names if name in flag_of]
 
 
 def _override_preset(preset: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,6 +318,12 @@ def merge_checkpoint(
         lines, problem = _merge_schedule(values, given_flags, old, saved_iterations or old.get("train.train_iters"))
         problems.append(problem)
         notes += lines
+    optimizer, old_optimizer = (run.get("optimizer.optimizer", "adam") for run in (values, old))
+    lr = values.get("optimizer.lr")
+    if optimizer != old_optimizer and lr == old.get("optimizer.lr") and "optimizer.lr" not in given_flags:
+        problems.append(
+            f"--optimizer {optimizer}: the checkpoint's --lr {lr} is for {old_optimizer}: give --lr and --no-load-optim"
+        )
     require(not any(problems), "; ".join(filter(None, problems)))
     return dataclasses.replace(
         arguments, values=values, notes=tuple(notes), preset=None if continues else arguments.preset

@@ -814,15 +814,11 @@ class Config:
             f"{plural(ranks, 'data-parallel rank')} × --gradient-accumulation-steps {steps}: leave one of them out",
         )
         for span in schedule.spans(consumed_samples):
-            named = (
-                f"{train.growth_flag}: a batch of {span.step}"
-                if train.growth_flag
-                else f"--global-batch-size {span.step}"
-            )
+            size = f"{train.growth_flag}: a batch of" if train.growth_flag else "--global-batch-size"
             require(
                 span.step % samples_per_pass == 0,
-                f"{named} is not divisible by --micro-batch-size "
-                f"{train.micro_batch_size} × {plural(ranks, 'data-parallel rank')}",
+                f"{size} {span.step} is not divisible by --micro-batch-size {train.micro_batch_size} × "
+                f"{plural(ranks, 'data-parallel rank')}: give a --micro-batch-size that fits, or another batch size",
             )
         return schedule
 
