@@ -14,8 +14,9 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tqdm import TMonitor
@@ -82,13 +83,11 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     assert said.count("memory (MB)") == 1
     for line in (
         "padded vocab (size: 257) with 127 dummy tokens (new size: 384)",
-        "parameters",
         "FLOPs per token",
         "--hidden-size",
         "validation loss at iteration 6",
         "validation loss at the end of training for val data | LM loss:",
         "at the end of training for test data",
-        "unigram entropy of the tokens",
         "xz -9",
         "next:",
     ):
@@ -100,21 +99,8 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "config.json").read_text())["config"]["model"]["hidden_size"] == 32
     records = metrics(folder)
-    trained = [r for r in records if "lm_loss" in r and "split" not in r]
-    assert [r["iteration"] for r in trained] == [4, 8, 10]
-    assert trained[-1].keys() == {
-        "iteration",
-        "consumed_samples",
-        "lm_loss",
-        "learning_rate",
-        "loss_scale",
-        "grad_norm",
-        "ms_per_iteration",
-        "tokens_per_second",
-        "mfu",
-        "memory_bytes",
-    }
-    assert trained[-1]["consumed_samples"] == 40
+    trained = [r for r in records if "split" not in r]
+    assert [r["iteration"] for r in trained] == [4, 8, 10] and trained[-1]["consumed_samples"] == 40
     evaluated = [r for r in records if "split" in r]
     assert [(r["split"], r["iteration"]) for r in evaluated] == [("valid", 6), ("valid", 10), ("test", 10)]
     last = evaluated[1]
@@ -122,21 +108,16 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     # The split has one byte per token, and one end of document without bytes.
     assert last["bits_per_byte"] == pytest.approx(last["lm_loss"] / math.log(2), rel=0.01)
 
-    # The same command again says that the run is finished, and prints two commands that continue it.
+    # The same command again says that the run is finished. To continue needs only the folder and the length.
     said, _ = train(f"{flags} --train-iters 10")
-    assert "runs/a is finished" in said and "--train-iters" in said and "--save" in said
-    assert "iteration " not in said.replace("at iteration", "")
-
-    # The first of these commands needs only the folder and the length.
+    assert "runs/a is finished" in said and "iteration " not in said.replace("at iteration", "")
     said, _ = train("--load runs/a --train-iters 14 --log-interval 2")
     assert "continuing runs/a/iter_0000010" in said
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "14"
     assert [r["iteration"] for r in metrics(folder) if "split" not in r] == [4, 8, 10, 12, 14]
 
-    # A different shape in the same folder is refused with both values. A different tokenizer is refused, too.
-    for flag, value, old in (("--hidden-size", "64", "32"), ("--tokenizer-type", "builtin", "bytes")):
-        _, warned = train(f"--load runs/a --train-iters 20 {flag} {value}", code=2)
-        assert warned.startswith("error: ") and flag in warned and value in warned and old in warned
+    _, warned = train("--load runs/a --train-iters 20 --hidden-size 64", code=2)
+    assert warned.startswith("error: --hidden-size: here 64, checkpoint 32: ")
 
     # The weights go into a new folder. The same command again continues the run in this folder.
     finetune = f"{flags} --finetune --load runs/a --save runs/b --train-iters 3"
@@ -144,13 +125,11 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     assert "weights from runs/a/iter_0000014" in said and (work / "runs/b/iter_0000003").is_dir()
     assert "runs/b is finished" in train(finetune)[0]
 
-    # A different --save starts a new run, which is as long as the first one.
-    for save in ("runs/d", "runs/a"):
-        said, _ = train(f"--load runs/a --save {save} --train-iters 14")
-        assert (
-            "runs/a is finished: it is at iteration 14 of 14. Give a greater --train-iters to continue, or --finetune "
-            "--load runs/a and a new --save to start a new run from its weights."
-        ) in said
+    said, _ = train("--load runs/a --save runs/d --train-iters 14")
+    assert (
+        "runs/a is finished: it is at iteration 14 of 14. Give a greater --train-iters to continue, or --finetune "
+        "--load runs/a and a new --save to start a new run from its weights."
+    ) in said
     assert not (work / "runs/d").exists()
 
     # A stopped run with --load X --save Y continues in Y.
@@ -185,63 +164,20 @@ def test_exit_interval_and_duration_save_and_exit(work: Path, train: Train):
     assert (work / "s/iter_0000003").is_dir()
     said, _ = train(f"{flags} --exit-duration-in-mins 0.0001")
     stopped = re.search(r"stopped by --exit-duration-in-mins at iteration (\d+)", said)
-    assert stopped and int(stopped[1]) < 100
-    assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
+    assert stopped and (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
 
 
-def test_tokenizers_by_flag(train: Train):
-    base = TEXT.replace("--tokenizer-type bytes", "--train-iters 1 --eval-iters 0")
-    assert "builtin, 4,096 ids" in train(f"{base} --save bpe")[0]
-    said, _ = train(f"{base} --save sp --tokenizer-type SentencePieceTokenizer --tokenizer-vocab-size 300")
+def test_a_tokenizer_that_the_run_trains(train: Train):
+    base = TEXT.replace("--tokenizer-type bytes", "--save sp --train-iters 1 --eval-iters 0")
+    said, _ = train(f"{base} --tokenizer-type SentencePieceTokenizer --tokenizer-vocab-size 300")
     assert "SentencePieceTokenizer, 300 ids" in said
-    train(f"{base} --save sp --train-iters 2")  # The tokenizer is in the folder.
-
-
-def process_of_rank(rank: int, folder: Path) -> int:
-    """Return the process that torchrun started for this rank in `folder`."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # The process belongs to another user, or has ended.
-            if (process / "cwd").samefile(folder) and f"RANK={rank}".encode() in (
-                process / "environ"
-            ).read_bytes().split(b"\0"):
-                return int(process.name)
-    raise AssertionError(f"no process of rank {rank} runs in {folder}")
-
-
-def test_sigterm_on_one_rank_stops_all(python: WarmPython, work: Path):
-    """The run finishes and saves the step, each worker exits with 0, and the next start continues."""
-    sent: list[int] = []
-
-    def on_line(line: str, process: subprocess.Popen[str]) -> None:
-        if line.startswith("iteration") and not sent:
-            sent.append(process_of_rank(1, work))
-            os.kill(sent[0], signal.SIGTERM)
-
-    flags = "--train-data text.txt --save s --eval-iters 0 --log-interval 5".split()
-    code, said = torchrun(python, work, *flags, "--train-iters", "1000000", on_line=on_line)
-    assert code == 0, said
-    stopped = re.search(r"stopped by SIGTERM at iteration (\d+)", said)
-    assert sent and stopped, said
-    assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
-    code, said = torchrun(python, work, *flags, "--train-iters", str(int(stopped[1]) + 2))
-    assert code == 0 and f"continuing s/iter_{int(stopped[1]):07d}" in said
-
-
-def test_a_length_in_samples_counts_what_was_consumed(work: Path, train: Train):
-    flags = f"{TEXT} --save s --eval-iters 0 --train-samples 80"
-    train(f"{flags} --exit-interval 12")
-    said, _ = train(f"{flags} --global-batch-size 8")  # The checkpoint has consumed 48 of 80 samples, in steps of 4.
-    assert "a different training from here on (--global-batch-size 8, was 4" in said
-    assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == "16"
-    assert metrics(work / "s")[-1]["consumed_samples"] == 80
+    train(f"{base} --train-iters 2")  # The tokenizer is in the folder.
 
 
 def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: pytest.MonkeyPatch):
-    commands = [command for _, command in next_commands("a run", 10, in_parts=True)]
-    assert len(commands) == 3 and all("'a run'" in command for command in commands)
-    for command in commands:
-        for word in command.split():
-            assert not word.endswith((".sh", ".py")) or (work / word).resolve().is_file(), word
+    words = " ".join(command for _, command in next_commands("a run", 10, in_parts=True))
+    assert words.count("'a run'") == 5
+    assert all((ROOT / word).is_file() for word in words.split() if word.endswith((".sh", ".py")))
     # An installation without the checkout has no scripts.
     monkeypatch.setattr(command_line, "ROOT", work)
     commands = [re.split(" --load| merge", command)[0] for _, command in next_commands("a", 10, in_parts=True)]
@@ -295,21 +231,15 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
 def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed run leaves no threads, signal handlers or locks."""
     flags = f"{TEXT} --save s --eval-iters 0 --train-iters 2 --async-save".split()
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-
-    def fail(trainer: Trainer) -> None:
-        raise error
-
-    monkeypatch.setattr(loop, "train_step", fail)
-    for error in (FloatingPointError("the loss is nan"), RuntimeError("a bug"), KeyError("a bug")):
-        threads = set(threading.enumerate())
-        with contextlib.nullcontext() if isinstance(error, FloatingPointError) else pytest.raises(type(error)):
+    handlers, threads = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
+    for error in (FloatingPointError("the loss is nan"), RuntimeError("a bug")):
+        monkeypatch.setattr(loop, "train_step", mock.Mock(side_effect=error))
+        with contextlib.nullcontext() if isinstance(error, FloatingPointError) else pytest.raises(RuntimeError):
             assert pretrain_gpt2.main(flags) == 1
         noted = read_incidents("s")[-1]  # post_mortem.py prints this name.
         assert noted["kind"] == "error" and noted["text"].startswith(type(error).__name__)
-        names = [thread.name for thread in set(threading.enumerate()) - threads if not isinstance(thread, TMonitor)]
-        assert names == []
-        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+        left = [thread for thread in set(threading.enumerate()) - threads if not isinstance(thread, TMonitor)]
+        assert left == [] and signal.getsignal(signal.SIGTERM) == handlers
 
 
 def test_a_window_of_skipped_steps_says_so(work: Path, train: Train) -> None:
@@ -342,7 +272,6 @@ CASES = {
     "--train-data {folder}/short.txt --split 98,1,1": "--split 98,1,1",
     "--load {folder}/lost": r"lost.*latest_checkpointed_iteration\.txt|latest_checkpointed.*lost",
     "--distributed-backend nccl": "--distributed-backend nccl needs a GPU.*gloo",
-    "--distributed-backend mpi": "--distributed-backend mpi.*gloo",
     "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 12 --ffn-hidden-size 12": (
         "--tensor-model-parallel-size 3 needs a multiple of 3 ranks, and this run has 2"
     ),
@@ -390,38 +319,19 @@ def test_bad_input(tmp_path: Path):
     assert not (tmp_path / "save").exists(), "a refused run left something behind"
 
 
-def torchrun(
-    python: WarmPython,
-    folder: Path,
-    *flags: str,
-    program: Sequence[str] = ("-m", "megatron.pretrain_gpt2"),
-    on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
-) -> tuple[int, str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder)}
-    process = subprocess.Popen(
-        [python.python, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), *program, *TINY, *flags],
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if on_line is not None:
-            on_line(line, process)
-    return process.wait(timeout=240), "".join(lines)
-
-
 def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_path: Path):
     """Rank 0 prints the error, also if it starts after the other rank has ended."""
     (tmp_path / "late.py").write_text(
         "import os, runpy, time\ntime.sleep(4 * (os.environ['RANK'] == '0'))\n"
         "runpy.run_module('megatron.pretrain_gpt2', run_name='__main__')\n"
     )
-    code, said = torchrun(python, tmp_path, "--hidden-sise", "3", program=["late.py"])
-    assert code != 0
+    words = "-m torch.distributed.run --standalone --nproc-per-node 2 late.py --hidden-sise 3".split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [python.python, *words], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240
+    )
+    assert done.returncode != 0
+    said = done.stderr
     ours = [line for line in said.splitlines() if line.startswith("error")]
     assert ours == ["error: unknown flag --hidden-sise: did you mean --hidden-size?"], said
     assert said.index(ours[0]) < said.index("ChildFailedError")

@@ -53,8 +53,8 @@ def test_all_ways_to_call_a_program(
             assert end(monkeypatch, *argv, "nowhere") == 2
         assert capsys.readouterr().err.startswith("error: nowhere holds no metrics.jsonl"), argv
     line = [sys.executable, str(ROOT / "tools/openwebtext/merge_jsons.py"), "--data_path", "x", "--output_file", "y"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and done.stderr.startswith("error: --data_path: no such file: x"), done.stderr
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=100)
+    assert done.returncode == 2 and done.stderr.startswith(b"error: --data_path: no such file: x"), done.stderr
     assert end(monkeypatch, "gpt2", "flag_table", "--help") == 0
     assert capsys.readouterr().out.startswith("usage: gpt2 flag_table")
     assert end(monkeypatch, "gpt2", "trian") == 2

@@ -43,10 +43,8 @@ def first_stop(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple
 
 def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
     results = []
-    with contextlib.closing(StopSignal()) as stop:  # Send the signal to rank 1 only.
-        results.append(
-            first_stop(stop, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == rank * 7 else None)
-        )
+    with contextlib.closing(StopSignal()) as stop:  # Only rank 1 gets the signal.
+        results.append(first_stop(stop, lambda step: signal.raise_signal(signal.SIGTERM) if step == rank * 7 else None))
     with contextlib.closing(StopSignal()) as stop:  # The clock of rank 1 is ahead.
         results.append(first_stop(stop, lambda step: step >= 9 - 4 * rank))
     with contextlib.closing(StopSignal()) as stop:  # The run ends during an exchange.

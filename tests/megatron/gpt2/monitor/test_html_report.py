@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils import GPT2Dataset
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.config import Config
 from megatron.gpt2.monitor import plots, run_log
@@ -136,9 +135,8 @@ def test_a_long_curve_is_drawn_as_means_with_a_band() -> None:
     spiky = [(i, 100.0 if i == 777 else 1.0) for i in range(1, 2001)]
     axes: Any = plots.draw_figure({"t": [Curve("c", BLUE, spiky)]}).axes[0]
     x, y = axes.lines[0].get_data()
-    assert len(x) <= 320 and list(x) == sorted(x) and x[-1] == 2000 and max(y) < 20
-    (band,) = axes.collections
-    assert band.get_paths()[0].vertices[:, 1].max() == 100  # a single outlier remains visible
+    assert len(x) <= 320 and x[-1] == 2000 and max(y) < 20
+    assert axes.collections[0].get_paths()[0].vertices[:, 1].max() == 100  # A single outlier remains visible.
 
 
 def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -158,36 +156,21 @@ def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFi
     capfd.readouterr()
     page = Page(work / "run/report.html")
     assert page.texts["p"][0] == "finished"
-    curves = loss_curves(read_records(work / "run/metrics.jsonl"))
-    assert [i for i, _ in curves[0].points] == list(range(1, 9)) and [i for i, _ in curves[1].points] == [2, 4, 6, 8]
-    samples = read_records(work / "run/samples.jsonl")
-    assert [s["iteration"] for s in samples] == [2, 4, 6, 8, 8, 8] and len({s["text"] for s in samples}) > 1
-    history = [
-        (event["iteration"], event["text"].split(" at iteration")[0].split(" on ")[0])
-        for event in read_records(work / "run/history.jsonl")
-    ]
+    training, validation = loss_curves(read_records(work / "run/metrics.jsonl"))
+    assert [i for i, _ in training.points] == [*range(1, 9)] and [i for i, _ in validation.points] == [2, 4, 6, 8]
+    assert [sample["iteration"] for sample in read_records(work / "run/samples.jsonl")] == [2, 4, 6, 8, 8, 8]
+    history = [(event["iteration"], event["text"][:23]) for event in read_records(work / "run/history.jsonl")]
     # The warning is printed before the log exists.
-    missing = "WARNING: --load run holds no checkpoint: the run starts from random weights"
-    assert history == [
-        (0, missing),
-        (0, "started from random weights"),
-        (5, "stopped by --exit-interval"),
-        (3, "started from iteration 3 of run"),
-        (8, "finished"),
-    ]
+    begin = [(0, "WARNING: --load run hol"), (0, "started from random wei"), (5, "stopped by --exit-inter")]
+    assert history == [*begin, (3, "started from iteration "), (8, "finished")]
     environment = json.loads((work / "run/config.json").read_text())["environment"]
-    assert environment["versions"].startswith(f"torch {torch.__version__}, numpy ")
     assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?|none: .*", environment["commit"])
 
     # The tool writes the same page, except for the time.
     before = (work / "run/report.html").read_text()
-    capfd.readouterr()
     assert tool("report").main(["run"]) == 0 and capfd.readouterr().out == "run/report.html\n"
-    times = re.compile(r"written on [^<]*")
-    assert times.sub("", (work / "run/report.html").read_text()) == times.sub("", before)
-    with pytest.raises(FileNotFoundError, match="^. holds no metrics.jsonl: give the --save folder of a run"):
-        tool("report").main(["."])
-
+    after = (work / "run/report.html").read_text()
+    assert re.sub("written on [^<]*", "", after) == re.sub("written on [^<]*", "", before)
     # A failed run also writes its page.
     diverge = "12 --lr 1e30 --override-lr-scheduler --clip-grad 0 --max-skipped-steps 1"
     assert pretrain_gpt2.main([*flags[:-1], *diverge.split()]) == 1
@@ -206,8 +189,8 @@ def test_samples_and_evaluations_do_not_change_training(tmp_path: Path) -> None:
                 assert evaluate_and_log(trainer, "valid") is not None
                 text, *more = sample_text(trainer, count=3).split("\n\n[")
                 assert len(more) == 2
-                assert isinstance(trainer.data.splits.valid, GPT2Dataset)
-                begin = trainer.data.tokenizer.decode(trainer.data.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
+                data: Any = trainer.data
+                begin = data.tokenizer.decode(data.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
                 assert text.startswith(f"[{' '.join(begin)[:PROMPT_CHARACTERS]}]") and len(text) > 40
         ends.append(snapshot(trainer))
         finish(trainer)

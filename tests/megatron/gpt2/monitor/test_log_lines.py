@@ -49,23 +49,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "changes, skipped, parts",
-    [
-        ({}, 0, ("lm loss: 8.969456E+00", "grad norm: 1.234", " MFU: 23.4% |", "")),
-        ({"mfu": None}, 16, ("lm loss: 8.969456E+00", "grad norm: 1.234", "", " number of skipped iterations: 16 |")),
-        (
-            {"lm_loss": None, "grad_norm": None},
-            100,
-            ("lm loss: skipped", "grad norm: skipped", " MFU: 23.4% |", " number of skipped iterations: 100 |"),
-        ),
-    ],
+    "mfu, skipped, shown, end", [(0.234, 0, " MFU: 23.4% |", ""), (None, 16, "", " number of skipped iterations: 16 |")]
 )
-def test_iteration_line(changes: dict[str, Any], skipped: int, parts: tuple[str, str, str, str]) -> None:
-    loss, norm, mfu, end = parts
-    line = log_lines.iteration_line(record(**changes), train_iters=320000, seconds_to_go=4983.2, skipped=skipped)
+def test_iteration_line(mfu: float | None, skipped: int, shown: str, end: str) -> None:
+    line = log_lines.iteration_line(record(mfu=mfu), train_iters=320000, seconds_to_go=4983.2, skipped=skipped)
     assert line == (
-        "iteration      100/  320000 | elapsed time per iteration (ms): 920.7 | learning rate: 3.937E-06 | "
-        f"{loss} | loss scale: 131072.0 | {norm} | tokens/s: 12,345 |{mfu} time to go: 1:23:03 |{end}"
+        "iteration      100/  320000 | elapsed time per iteration (ms): 920.7 | learning rate: 3.937E-06 | lm loss: "
+        f"8.969456E+00 | loss scale: 131072.0 | grad norm: 1.234 | tokens/s: 12,345 |{shown} time to go: 1:23:03 |{end}"
     )
 
 
@@ -76,9 +66,6 @@ def test_evaluation_line() -> None:
         "validation loss at iteration 1000 | LM loss: 2.995732E+00 | LM PPL: 2.000000E+01 | bits per byte: 1.5000"
     )
     assert frame == same == "-" * len(line)
-    final = log_lines.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
-    assert "validation loss at the end of training for test data | LM loss: 3.000000E+00 |" in final
-    assert "the end of training for val data" in log_lines.evaluation_line(evaluation, final=True)
     assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a run that has diverged
 
 
@@ -143,30 +130,18 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
 
 def test_a_new_run_in_an_old_folder_renames_the_old_records(tmp_path: Path) -> None:
     runs = {".old-1": "one", ".old-2": "two", "": "three"}
-    for number, text in enumerate(runs.values()):
+    for text in runs.values():
         log = RunLog(tmp_path, train_iters=30)
         log.info(f"WARNING: {text}")
-        log.info("nothing to keep")
+        log.info("not in the history")
         log.sample(text)
-        log.record(record(number))
+        log.record(record())
         log.close()
         assert log.close() == ""
-    for number, (end, text) in enumerate(runs.items()):
-        assert [line["iteration"] for line in read(tmp_path / f"metrics.jsonl{end}")] == [number]
+    for end, text in runs.items():
+        assert len(read(tmp_path / f"metrics.jsonl{end}")) == 1
         assert [line["text"] for line in read(tmp_path / f"history.jsonl{end}")] == [f"WARNING: {text}"]
         assert [line["text"] for line in read(tmp_path / f"samples.jsonl{end}")] == [text]
-
-
-def test_loss_curve_is_a_png(tmp_path: Path) -> None:
-    path = write_run(tmp_path).close("a run")
-    assert path == str(tmp_path / "loss.png") and Path(path).read_bytes().startswith(b"\x89PNG")
-
-
-def test_fewer_than_two_points_have_no_loss_plot(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, train_iters=1)
-    log.record(record(1))
-    log.record(record(2, lm_loss=math.nan))
-    assert log.close() == "" and not (tmp_path / "loss.png").exists()
 
 
 def test_text_curve_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +153,8 @@ def test_text_curve_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "loss.png").exists()
 
 
-def closing(**changes: Any) -> list[str]:
-    nothing = {"validation_losses": {}, "bits_per_byte": None, "baselines": {}, "sample": "", "checkpoint": "x"}
-    return log_lines.closing_report(**{**nothing, "plot": "", "next_commands": [], **changes}).split("\n")
-
-
 def test_closing_report() -> None:
-    report = closing(
+    report = log_lines.closing_report(
         validation_losses={200: 5.5, 400: math.nan, 600: 5.125},
         bits_per_byte=2.1,
         baselines={log_lines.UNIGRAM: 4.5, "xz -9": None},
@@ -192,7 +162,7 @@ def test_closing_report() -> None:
         checkpoint="checkpoints/iter_0000300",
         plot="checkpoints/loss.png",
         next_commands=[("continue", "bash scripts/pretrain_gpt2.sh --train-iters 1000")],
-    )
+    ).split("\n")
     expected = """validation loss: 5.500 at 200, nan at 400, 5.125 at 600
   this model                     2.100
   unigram entropy of the tokens  4.500
@@ -202,24 +172,17 @@ def test_closing_report() -> None:
   loss curve  checkpoints/loss.png
   bash scripts/pretrain_gpt2.sh --train-iters 1000"""
     assert {*expected.splitlines(), "  not" + 19 * " word", " " + 11 * " word"} <= {*report}
-    assert " 1 |*" in closing(plot="curve\n 1 |*")
 
 
 def test_incidents_of_all_processes_are_sorted_by_time(tmp_path: Path) -> None:
-    first, second = IncidentLog(tmp_path, rank_file_name(0)), IncidentLog(tmp_path, "launcher_a", attempt=1)
-    first.note("start")
-    second.note("rank ended", "rank 1 was ended by SIGKILL", signal="SIGKILL")
+    rank_log = IncidentLog(tmp_path, rank_file_name(0))
+    rank_log.note("start")
+    IncidentLog(tmp_path, "launcher_a", attempt=1).note("rank ended", signal="SIGKILL")
     with open(tmp_path / FOLDER / "rank_00000.jsonl", "a") as file:
         file.write('{"half of a li')
-    first.note("lost", "rank 1 left", iteration=7)
-    found = [
-        (one["who"], one["kind"], one["signal"], one["attempt"], one["iteration"]) for one in read_incidents(tmp_path)
-    ]
-    assert found == [
-        ("rank_00000", "start", "", 0, -1),
-        ("launcher_a", "rank ended", "SIGKILL", 1, -1),
-        ("rank_00000", "lost", "", 0, 7),
-    ]
+    rank_log.note("lost", iteration=7)
+    found = [(one["kind"], one["signal"], one["attempt"], one["iteration"]) for one in read_incidents(tmp_path)]
+    assert found == [("start", "", 0, -1), ("rank ended", "SIGKILL", 1, -1), ("lost", "", 0, 7)]
     # Incidents that cannot be written do not end a run.
     (tmp_path / "file").touch()
     IncidentLog(tmp_path / "file", rank_file_name(0)).note("start")
@@ -240,7 +203,6 @@ def test_means_over_iterations_in_megatrons_order(monkeypatch: pytest.MonkeyPatc
     assert timers.line(iterations=2) == (
         "time (ms) | forward: 2500.00 | backward: 2000.00 | data loader: 2000.00 | something new: 2000.00"
     )
-    assert timers.take_ms(iterations=1)["forward"] == 0.0
 
 
 class LateEvent:
@@ -311,14 +273,11 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "flags, profile",
     {
-        "": (),
         "--profile 10 20": (10, 20),
         # In Megatron today, the first profiled iteration is the one after --profile-step-start.
         "--profile --use-pytorch-profiler": (11, 12),
         "--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 3": (5, 6),
-        "--profile-step-start 4": (),
         "--profile 5": "--profile takes the first iteration and the last",
-        "--profile 5 4": "--profile takes the first iteration and the last",
         "--profile --profile-step-start 20": "--profile takes the first iteration and the last",
         "--profile --profile-step-start x": "--profile-step-start x",
     }.items(),
