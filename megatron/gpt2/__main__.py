@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from data_utils.command_line import as_command, configure_output
 
-# {name of a program: "module:function"}. Only the called program is imported, so it needs no other program's packages.
+# {name of a program: "module:function"}. Only the program that is called is imported. So a program does not need the
+# packages that other programs need.
 PROGRAMS = {
     "pretrain": "commands.pretrain_gpt2:main",
     "generate-text": "commands.generate_text:main",
@@ -62,8 +63,8 @@ def run(name: str, words: Sequence[str] | None = None) -> NoReturn:
 
 
 def about(target: str) -> str:
-    """Return the first paragraph of a program's docstring, in one line. Parse the file instead of importing it,
-    because an import may be slow or fail."""
+    """Return the first paragraph of the docstring of a program, in one line. The file is parsed, because an import may
+    be slow or fail."""
     module, _, function = target.partition(":")
     file = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -73,7 +74,7 @@ def about(target: str) -> str:
 
 
 def main() -> NoReturn:
-    """Run the installed commands: `gpt2 NAME`, `gpt2-NAME`, and `gpt2`, which lists all names."""
+    """Run the installed commands `gpt2 NAME` and `gpt2-NAME`. Without a name, `gpt2` lists all programs."""
     called, words = Path(sys.argv[0]).stem, sys.argv[1:]
     if called.startswith("gpt2-"):
         run(called.removeprefix("gpt2-"))

@@ -1,8 +1,8 @@
-"""Device, precision, backend, attention kernel, threads and allocator of this process, the peak FLOP/s of its device,
-and the versions of its libraries.
+"""Choose device, precision, backend, attention kernel, threads and allocator of this process. Also return the peak
+FLOP/s of its device and the versions of its libraries.
 
-Functions that choose something also return the reason, as a line for the log. If a flag cannot be satisfied, they
-raise a ValueError that names the alternative.
+Functions that choose something also return a line for the log with the reason. If the choice of a flag is impossible,
+they raise a ValueError that names the alternative.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ PRECISIONS = {dtype: name for name, dtype in PRECISION_DTYPES.items()}
 # Reproducibility").
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
-# {pattern of the device name: dense 16-bit TFLOP/s of the datasheet}; the first match is used.
+# (pattern of the device name, dense 16-bit TFLOP/s of the datasheet). The first pattern that matches is used.
 DATASHEET_TFLOPS = (
     ("B200", 2250),
     ("GB200", 2500),
@@ -69,9 +69,11 @@ DATASHEET_TFLOPS = (
 def choose_device(
     requested: str, rank_info: RankInfo, environ: Mapping[str, str] = os.environ
 ) -> tuple[torch.device, str]:
-    """Return the device for --device auto|cpu|cuda, and the reason. Every rank must call this function. Raises
-    ValueError on all ranks if two ranks use the same GPU. With `auto`, an unusable GPU is not an error, so that the
-    first run on a new machine works. The line then starts with WARNING and names two solutions."""
+    """Return the device for --device auto|cpu|cuda, and a log line with the reason. Every rank must call this function.
+    Raises ValueError on all ranks if two ranks use the same GPU.
+
+    With `auto`, an unusable GPU is not an error, so that the first run on a new machine works. The log line then starts
+    with WARNING and names two solutions."""
     device, why = _choose_own_device(requested, rank_info, environ)
     if rank_info.rendezvous is not None:
         mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
@@ -82,7 +84,8 @@ def choose_device(
 def refuse_shared_gpus(gpus: Sequence[str], hosts: Mapping[int, str]) -> None:
     """Raise ValueError if two ranks use the same physical GPU.
 
-    gpus: the UUID of each rank's GPU, or of its MIG instance; "" on a CPU.
+    gpus: for each rank, the UUID of its GPU or MIG instance; "" on a CPU.
+    hosts: {rank: host name}.
     """
     for gpu in gpus:
         together = [rank for rank, other in enumerate(gpus) if other == gpu]
@@ -101,7 +104,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
     with warnings.catch_warnings(record=True) as caught:  # If CUDA fails, torch's warning contains the reason.
         warnings.simplefilter("always")
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Each rank has a separate GPU, or all share one: the UUIDs are compared later.
+    # If each rank sees one GPU, this may be the same GPU. `refuse_shared_gpus` compares the UUIDs later.
     if visible == 1 and rank_info.local_world_size > 1:
         return torch.device("cuda", 0), f"device: {torch.cuda.get_device_name(0)}, the only GPU that this rank sees"
     if visible:
@@ -111,7 +114,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
             f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo",
         )
         return torch.device("cuda", rank_info.local_rank), f"device: {torch.cuda.get_device_name(rank_info.local_rank)}"
-    problem = ""  # The problem is also "" if the GPU is hidden on purpose.
+    problem = ""  # also if the GPU is hidden on purpose
     if gpu_present() and environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         detail = f" ({' '.join(str(caught[0].message).split())})" if caught else ""
         problem = (
@@ -132,7 +135,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
 
 
 def gpu_present(root: str = "/") -> bool:
-    """Return whether the NVIDIA driver (in WSL, the Windows driver) lists a GPU, even if torch cannot use it.
+    """Return whether the driver of NVIDIA, or of Windows in WSL, lists a GPU. torch may not be able to use it.
 
     root: the root of the file system.
     """
@@ -141,8 +144,8 @@ def gpu_present(root: str = "/") -> bool:
 
 
 def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Return the dtype for --precision auto|fp32|bf16|fp16|fp16-on-gpu, and the reason. The line starts with WARNING
-    if a different precision would be better, and with "notice" if the dtype is not that of the flag."""
+    """Return the dtype for --precision auto|fp32|bf16|fp16|fp16-on-gpu, and a log line with the reason. The line starts
+    with WARNING if a different precision is better, and with "notice" if the dtype is not that of the flag."""
     if requested == "fp16-on-gpu" and device.type == "cpu":
         dtype, why = choose_precision("auto", device)
         return dtype, f"notice: --fp16 on a CPU means --precision auto; {why}"
@@ -165,15 +168,15 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
 
 
 def cpu_bf16_feature() -> str:
-    """Return the name of the CPU's feature for bf16 products, or "". It was measured only on Linux."""
+    """Return the name of the CPU's feature for bf16 products, or "". On other systems than Linux the result is ""."""
     found = torch.cpu.get_capabilities() if sys.platform == "linux" else {}
     # The last name is that of ARM.
     return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if found.get(name)), "")
 
 
 def choose_backend(requested: str | None, device: torch.device) -> tuple[str, str]:
-    """Return the backend for --distributed-backend, and the reason. The flag is checked with a single rank, too, so
-    that a wrong command line fails everywhere."""
+    """Return the backend for --distributed-backend, and a log line with the reason. Raises ValueError for an impossible
+    backend, also for a single rank, so that a wrong command line fails everywhere."""
     on_gpu = device.type == "cuda"
     if requested is None:
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
@@ -191,8 +194,8 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
 
 
 def set_threads(rank_info: RankInfo, environ: Mapping[str, str] = os.environ) -> None:
-    """Set torch's threads to this rank's share of the cores, unless OMP_NUM_THREADS is set. If each rank used all
-    cores, the ranks would slow each other down a lot."""
+    """Set the number of torch's threads to this rank's share of the cores, unless OMP_NUM_THREADS is set. Ranks that
+    all use all cores slow each other down a lot."""
     if "OMP_NUM_THREADS" not in environ:
         # Slurm binds each task to separate cores, so this process sees only its share.
         bound = in_slurm_step(environ) and "SLURM_CPUS_PER_TASK" in environ
@@ -200,8 +203,8 @@ def set_threads(rank_info: RankInfo, environ: Mapping[str, str] = os.environ) ->
 
 
 def usable_cores(root: str = "/") -> int:
-    """Return the number of physical cores that this process may use, by its affinity and the quota of its cgroup.
-    Hyperthreads of one core count once.
+    """Return the number of physical cores that this process may use, according to its affinity and the CPU quota of its
+    cgroup. Hyperthreads of one core count as one core.
 
     root: the root of the file system.
     """
@@ -215,10 +218,10 @@ def usable_cores(root: str = "/") -> int:
 
 
 def cgroup_cpus(root: str = "/") -> float:
-    """Return the smallest CPU quota, in CPUs, of this process's cgroup and its parents (version 2 or 1), or inf."""
+    """Return the smallest CPU quota of this process's cgroup and its parents, in CPUs, or inf without a quota."""
     quotas = [float("inf")]
     for folder in cgroup_folders("cpu", root):
-        # The file is missing in the root cgroup, and in cgroups that are not visible in this container.
+        # The root cgroup has no such file, and a container does not show the files of all cgroups.
         with contextlib.suppress(OSError, ValueError):
             files = ["cpu.max"] if (folder / "cpu.max").exists() else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
             quota, period = " ".join((folder / file).read_text() for file in files).split()
@@ -228,7 +231,8 @@ def cgroup_cpus(root: str = "/") -> float:
 
 
 def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and its parents for a controller ("cpu", "memory"), version 2 or 1."""
+    """Yield the folders of this process's cgroup and its parents for a controller ("cpu", "memory"). They may be
+    cgroups of version 1 or 2."""
     groups = Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -259,15 +263,13 @@ def set_cuda_variables(
     tp_size: int, environ: MutableMapping[str, str] = os.environ, *, deterministic: bool = False
 ) -> None:
     """Set environment variables that CUDA, torch's allocator and NCCL read at their start, unless the user has set
-    them.
+    them. Raises ValueError if the user has set a workspace of cuBLAS that is not deterministic.
 
-    deterministic: also set the cuBLAS workspace that `deterministic_algorithms` needs. Raises ValueError if the user
-    has set it to a value that is not deterministic.
+    Expandable segments avoid fragmentation of the allocator with tensors of many sizes. With tensor parallelism, an
+    all-reduce and a matrix product become ready at the same time. As in Megatron, one hardware queue starts them in
+    order, and the communication stream has a high priority, so that the product does not occupy all processors first.
 
-    Expandable segments avoid fragmentation of the allocator with tensors of many sizes. With tensor parallelism, the
-    all-reduce of a gradient and a matrix product become ready at the same time. With one hardware queue they start in
-    order, and with a high-priority communication stream the product does not occupy all processors first (as in
-    Megatron).
+    deterministic: whether to set the workspace of cuBLAS that `deterministic_algorithms` needs.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # PYTORCH_CUDA_ALLOC_CONF is the older name of the variable.
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -284,8 +286,9 @@ def set_cuda_variables(
 
 
 def check_expandable_segments(device: torch.device) -> str:
-    """Allocate a tensor on a GPU. If that fails, turn off expandable segments, which need a driver with virtual memory.
-    Return a log line; "" if nothing was changed. Raises RuntimeError if the GPU has no memory either way."""
+    """Allocate a tensor on a GPU. If the allocation fails, turn off expandable segments, which need a driver with
+    virtual memory. Return a line for the log, or "" if nothing was changed. Raises RuntimeError if the second
+    allocation fails, too."""
     if device.type == "cuda":
         try:
             torch.empty(1, device=device)
@@ -298,16 +301,16 @@ def check_expandable_segments(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Make torch deterministic inside the context, and restore its settings afterwards.
+    """Make torch deterministic inside the block, and restore its settings afterwards.
 
-    The order of each sum then depends only on the shapes of the operands, on CPU and GPU. An operation without a
-    deterministic kernel raises RuntimeError. Matrix products accumulate in float32. cuBLAS also needs
-    `set_cuda_variables` before CUDA is initialised.
+    The order of each sum then depends only on the shapes of the operands. An operation without a deterministic kernel
+    raises RuntimeError. Matrix products accumulate in float32. For cuBLAS, call `set_cuda_variables` before CUDA is
+    initialised.
 
-    `torch.use_deterministic_algorithms` does the same, but imports torch's compiler, which takes a second.
+    `torch.use_deterministic_algorithms` is not used, because it imports torch's compiler, which takes a second.
     """
     blas = torch.backends.cuda.matmul
-    fill: Any = torch.utils.deterministic  # `torch.utils.deterministic` is a module that has a property.
+    fill: Any = torch.utils.deterministic
     before = (
         torch.get_deterministic_debug_mode(),
         fill.fill_uninitialized_memory,
@@ -334,16 +337,16 @@ def deterministic_algorithms() -> Iterator[None]:
 def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ) -> str:
     """On a CPU, make glibc keep freed memory for reuse. Return a line for the log, or "" if nothing was changed.
 
-    By default glibc maps each tensor above 32 MB anew in every step, and page faults take a tenth of a small model's
-    time. With these settings such tensors are in the heap, which is never returned to the system. Blocks above 256 MB
-    are still mapped, because they would fragment the heap.
+    By default, glibc asks the system for new memory for each tensor above 32 MB. The page faults take a tenth of the
+    time of a small model. With these settings, tensors of up to 256 MB are in the heap, whose memory the process keeps.
+    Larger tensors would fragment the heap.
     """
     user_settings = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
     if device.type != "cpu" or user_settings or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
         return ""
     mallopt = ctypes.CDLL(None).mallopt
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # the constants of malloc.h
-    # An old glibc allows only 32.
+    # Some versions of glibc allow only 32.
     megabytes = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)
     if not megabytes or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
         return ""
@@ -351,8 +354,8 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak FLOP/s for the MFU, and a text that describes the figure. It is the datasheet's value for a known
-    GPU, and otherwise the fastest of some large matrix products, measured for about 0.3 s."""
+    """Return the peak FLOP/s for the MFU, and a text that says where the figure is from: the datasheet of a known GPU,
+    or the fastest of some large matrix products, which are measured for about 0.3 s."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else plural(torch.get_num_threads(), "thread")
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         teraflops = datasheet_tflops(where)
@@ -363,14 +366,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def datasheet_tflops(name: str) -> float | None:
-    """Return dense 16-bit TFLOP/s of the GPU `name`, or None for an unknown GPU and for a MIG instance."""
+    """Return the dense 16-bit TFLOP/s of the GPU `name`, or None for an unknown GPU and for a MIG instance."""
     if re.search(r"\bMIG\b", name):
         return None
     return next((flops for pattern, flops in DATASHEET_TFLOPS if re.search(rf"\b{pattern}\b", name)), None)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work. A CPU has no queue."""
+    """Wait until the device has finished its work. On a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -394,8 +397,8 @@ def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float
     return best
 
 
-# The kernels are in order of preference: a later one must be faster by MIN_SPEEDUP, so that two runs on one machine
-# agree.
+# The kernels in order of preference. A later kernel is chosen only if it is faster by the factor MIN_SPEEDUP, so that
+# two runs on one machine choose the same kernel.
 ATTENTION_BACKENDS: dict[str, Callable[[bool], Any]] = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "fused": torch.backends.cuda.enable_cudnn_sdp,
@@ -408,14 +411,15 @@ REPEATS = 10
 def choose_attention(
     requested: str, device: torch.device, dtype: torch.dtype, *, b: int, s: int, n: int, d: int, dropout_p: float
 ) -> str:
-    """Enable one of torch's kernels for attention over [s, b, n, d] on this device. Return a log line with the kernel
-    and the reason. On a CPU, nothing is changed and the line is empty. On Hopper, torch's default is cuDNN's kernel,
-    which is the fastest without dropout. With dropout it can be several times slower than FlashAttention, so no fixed
-    choice is right.
+    """Enable one of torch's kernels for attention over [s, b, n, d] on a GPU. Return a log line with the kernel and the
+    reason; on a CPU, change nothing and return "".
 
-    requested: the value of --attention-backend. torch's math implementation stays enabled for shapes that the kernel
-    does not support. With torch's deterministic algorithms (which exclude cuDNN's kernel), the first kernel that
-    supports the shape is chosen, because measured times differ between runs.
+    With `auto`, the kernels are measured. On Hopper, torch's default is cuDNN's kernel, which is the fastest without
+    dropout. With dropout it can be several times slower than FlashAttention. With torch's deterministic algorithms, the
+    first kernel that supports the shape is chosen, because measured times differ between runs. torch's math
+    implementation stays enabled for shapes that the kernel does not support.
+
+    requested: the value of --attention-backend.
     """
     if device.type != "cuda":
         return ""
@@ -444,9 +448,8 @@ def choose_attention(
 
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Context manager: `model` in evaluation mode, without cuDNN's kernel. That kernel makes a plan for each new
-    length, which takes 0.05 to 1 s (pytorch#155958), and generation has a new length for each token. The former state
-    is restored afterwards."""
+    """Put `model` into evaluation mode and disable cuDNN's attention kernel inside the block. This kernel makes a plan
+    for each new length, which takes 0.05 to 1 s (pytorch#155958), and generation has a new length for each token."""
     was_training = model.training
     model.eval()
     try:
@@ -457,8 +460,10 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def fastest(times: dict[str, float]) -> str:
-    """Return the fastest kernel in `times` (name to ms). A later kernel must be faster by the factor `MIN_SPEEDUP`.
-    "unfused" if `times` is empty."""
+    """Return the name of the fastest kernel, or "unfused" if `times` is empty. A later kernel must be faster by the
+    factor MIN_SPEEDUP.
+
+    times: {name of a kernel: milliseconds}."""
     best = "unfused"
     for name, ms in times.items():
         if best == "unfused" or ms * MIN_SPEEDUP < times[best]:
@@ -473,7 +478,8 @@ def _enable(chosen: str, *, allow_math: bool = True) -> None:
 
 
 def _measure_ms(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
-    """Return the median time of forward and backward. The state of the default generator does not change."""
+    """Return the median time of forward and backward of attention. The state of the default generator does not
+    change."""
     times = []
     with torch.random.fork_rng(devices=[device]):
         qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)
@@ -489,7 +495,7 @@ def _measure_ms(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int
 
 
 def library_versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of Python and of the libraries that a run computes with, by name."""
+    """Return {name: version} of Python and of the libraries that a run computes with."""
     versions = {
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -503,7 +509,7 @@ def library_versions(device: torch.device) -> dict[str, str]:
 
 
 def describe_environment(device: torch.device, rank_info: RankInfo) -> dict[str, str]:
-    """Return a description of hardware and software, name to text, for config.json and report.html."""
+    """Return {name: text} that describes hardware and software, for config.json and report.html."""
     devices = f"{os.cpu_count()} CPU cores per host, {plural(torch.get_num_threads(), 'thread')} per rank"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -520,8 +526,8 @@ def describe_environment(device: torch.device, rank_info: RankInfo) -> dict[str,
 
 
 def source_commit(root: Path = ROOT) -> str:
-    """Return the commit of the checkout `root`, and whether files were changed since, or the reason if it is
-    unknown."""
+    """Return the commit of the checkout `root`, with ", with changes" if files have changed since this commit. If the
+    commit is unknown, return the reason."""
     if not (root / ".git").exists():
         return "none: no git checkout"
     git = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=, with changes"]

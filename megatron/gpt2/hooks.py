@@ -1,8 +1,7 @@
 """Extensions of training: an extension is a subclass of `Hook`, like a `TrainerCallback` of Hugging Face.
 
-The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. The program itself imports
-no extension. An extension is loaded if its flag is given. The memory plan has no flag and is loaded if it is installed.
-This extension has three parts:
+The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. No other file of the
+program imports an extension. `load_hooks` imports it if its flag is given. This extension has three parts:
 
     class Grumbler(Hook):  # a new file, extensions/grumble.py
         def __init__(self, config):
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from megatron.gpt2.train.setup import RunContext
     from megatron.gpt2.train.trainer import Trainer
 
-# {key of a flag: "module:class" in megatron/gpt2/extensions}. The constructor takes the configuration.
+# {key of a flag: "module:class" in megatron/gpt2/extensions}. The constructor of the class takes the configuration.
 EXTENSIONS = {
     "parallel.exact_layouts": "exact.hook:ExactLayouts",
     "train.check_replicas_interval": "watch.replicas:ReplicaCheck",
@@ -43,7 +42,7 @@ EXTENSIONS = {
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# This hook needs no flag: it is loaded if it is installed. Without it, a run does not print its expected memory.
+# This extension has no flag and is loaded if it is installed. Without it, a run does not print its expected memory.
 MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")
@@ -51,7 +50,7 @@ P = ParamSpec("P")
 
 
 class StopRun(Exception):
-    """Raised on every rank after the same step to end the run. The message is one line; the exit code is 1."""
+    """Raised on every rank after the same step to end the run with exit code 1. The message is one line."""
 
 
 class Numerics(NamedTuple):
@@ -77,9 +76,9 @@ class Numerics(NamedTuple):
 class ExpectedMemory(NamedTuple):
     """The memory that a run is expected to need.
 
-    rows: (name, text) of the start table.
+    rows: rows of the start table, (name, text).
     lines: lines to print after the start table.
-    peak: the expected peak of this rank in bytes, which the log prints once, after a log line. None if it is unknown.
+    peak: the expected peak of this rank in bytes, which is printed after the first log line. None if it is unknown.
     """
 
     rows: list[tuple[str, str]]
@@ -97,16 +96,16 @@ class Hook:
         """Raise ValueError with a one-line message if this extension cannot work with the flags or the device."""
 
     def settings_equal_on_all_ranks(self, context: RunContext) -> dict[str, str]:
-        """Return settings that must be equal on all ranks, by the name that an error message uses."""
+        """Return {name for an error message: setting} of settings that must be equal on all ranks."""
         return {}
 
     def numerics(self, device: torch.device) -> Numerics | None:
-        """Return the parts of the run that replace those with the usual order of sums, or None."""
+        """Return classes and functions with a fixed order of sums, which replace the usual ones, or None."""
 
     # The methods below are called while the run trains:
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Called when the run is built, resumed or rewound, before the next step."""
+        """Called before the first step of a run, and after each rewind."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
         """Called before each step."""
@@ -119,13 +118,13 @@ class Hook:
         """Called after each step. `trainer.progress.iteration` already counts this step."""
 
     def on_evaluate(self, trainer: Trainer) -> None:
-        """Called when the validation loss is due: every --eval-interval iterations, and at the end."""
+        """Called before the validation loss is computed: every --eval-interval iterations, and at the end."""
 
     def on_save(self, trainer: Trainer) -> None:
         """Called before a checkpoint is saved."""
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
-        """Return lines to print after a log line.
+        """Called after each log line. Return further lines to print.
 
         record: the numbers of the log line.
         """
@@ -143,11 +142,11 @@ class Hook:
 
     def handle_error(self, trainer: Trainer, error: BaseException) -> bool:
         """Called with the error of a failed collective. Return whether this hook has printed the reason and has left
-        the process group."""
+        the rendezvous."""
         return False
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Called when the run ends or has failed. This method must not wait for other ranks."""
+        """Called when the run ends or has failed. The method must not wait for other ranks."""
 
 
 class Hooks(list[Hook]):
@@ -165,7 +164,8 @@ class Hooks(list[Hook]):
 
 
 def load_hooks(config: Config) -> Hooks:
-    """Load the extensions that the flags choose. Raises ValueError with a one-line message if one is not installed."""
+    """Load the extensions that the flags choose. Raises ValueError with a one-line message if an extension is not
+    installed."""
     hooks, values = Hooks(), flatten_sections(config.as_dict())
     for key, target in EXTENSIONS.items():
         if values[key]:
@@ -188,6 +188,6 @@ def _load(target: str) -> Callable[[Config], Hook] | None:
         extension: Callable[[Config], Hook] = getattr(importlib.import_module(path), name)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
-            raise  # A library of the extension is missing.
+            raise  # The extension is installed, but a library that it needs is not.
         return None
     return extension

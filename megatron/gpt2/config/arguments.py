@@ -1,10 +1,10 @@
 """Parse a command line, and merge it with a preset and the loaded checkpoint.
 
-Later sources override earlier ones:
+A value is taken from the last of these sources that has it:
 
     1. the defaults of the fields
     2. the preset (`--model`, or `quickstart` if no shape is given) or the run of a `--config`
-    3. the loaded checkpoint: its shape, tokenizer and schedule; all its values instead of the quickstart's
+    3. the loaded checkpoint: its shape, tokenizer and schedule; instead of the quickstart, all its values
     4. the command line
 
 `--a_b` is read as `--a-b`. Abbreviated flags are errors, so that a typing error cannot select a different flag.
@@ -46,8 +46,7 @@ LENGTH_KEYS = ("train.train_iters", "train.train_samples", "train.train_tokens",
 WARMUP_KEYS = ("optimizer.lr_warmup_fraction", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
 DECAY_KEYS = ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
 SCHEDULER_KEYS = ("optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
-# The checkpoint decides these values unless a flag gives them. The other fields of ModelConfig do not change the
-# weights.
+# A loaded checkpoint decides these values. A flag that gives a different value is an error.
 CHECKPOINT_KEYS = (
     *SHAPE_KEYS,
     "model.ffn_hidden_size",
@@ -60,7 +59,7 @@ CHECKPOINT_KEYS = (
 )
 SCHEDULE_KEYS = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", *DECAY_KEYS, *WARMUP_KEYS)
 
-# The command line can have at most one flag of each group.
+# Groups of flags that exclude each other.
 MUTUALLY_EXCLUSIVE = (
     WARMUP_KEYS,
     DECAY_KEYS[:2],
@@ -98,10 +97,11 @@ NEVER_FROM_CHECKPOINT = (
 class Arguments:
     """A parsed command line.
 
-    values: the non-default values by "section.field".
-    given: the keys that the command line decided, including shape and tokenizer of its `--model` or `--config`.
+    values: the values that differ from their defaults, by "section.field".
+    given: the keys of `values` that the command line decided, including shape and tokenizer of --model or --config.
+    preset: the name of the preset; None if a shape or --config is given.
     notes: lines about translated and ignored flags.
-    sources: the key and file of each flag that a DeepSpeed file sets.
+    sources: {flag: the key and file of a DeepSpeed file that sets it}.
     """
 
     values: Mapping[str, Any]
@@ -117,13 +117,13 @@ class Arguments:
             return Config.from_dict({section: self._values_of(section) for section in SECTIONS})
 
     def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
-        """Return `Config.batch_schedule`. Errors name the keys of a DeepSpeed file."""
+        """Return `Config.batch_schedule`. An error about a value of a DeepSpeed file names its key and the file."""
         with self._naming_sources():
             return self.config.batch_schedule(world_size, consumed_samples)
 
     @contextlib.contextmanager
     def _naming_sources(self) -> Iterator[None]:
-        """Replace flags in error messages by the keys of the DeepSpeed file that sets them."""
+        """Change the ValueError of the block: a flag that a DeepSpeed file sets is replaced by its key and the file."""
         try:
             yield
         except ValueError as error:
@@ -132,7 +132,7 @@ class Arguments:
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """The checkpoint section. The section is needed to find the checkpoint."""
+        """The flags of saving and loading. They are needed before `config`, to find the checkpoint."""
         return CheckpointConfig(**self._values_of("checkpoint"))
 
     def _values_of(self, section: str) -> dict[str, Any]:
@@ -148,8 +148,8 @@ class Arguments:
 def parse(argv: Sequence[str] | None = None) -> Arguments:
     """Parse a command line (default: this process's). `--help` prints and exits.
 
-    Raises ValueError in one line for unknown flags and bad values. Values that do not fit together raise it at the
-    first access to `.config`."""
+    Raises ValueError in one line for unknown flags and bad values. The first access to `config` raises ValueError for
+    values that do not fit together."""
     args = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
     parser = build_parser()
     namespace, rest = parser.parse_known_args(args)
@@ -246,8 +246,8 @@ def _alias_notes(args: Sequence[str]) -> list[str]:
 
 
 def _override_preset(preset: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the preset without values that the command line replaces. The preset's min_lr is scaled if --lr is
-    given."""
+    """Return the values of the preset that the command line does not replace. If --lr is given, min_lr of the preset
+    is scaled by the same factor."""
     replaced = {key for group in REPLACED_TOGETHER if any(key in command_line for key in group) for key in group}
     values = {key: value for key, value in preset.items() if key not in replaced}
     if "optimizer.lr" in command_line and values.get("optimizer.min_lr"):
@@ -269,7 +269,7 @@ def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_save(values: Mapping[str, Any], preset: str | None) -> str:
-    """Return the default of --save: the --load folder, or a new folder for --finetune or without --load."""
+    """Return the default of --save: the --load folder. For --finetune or without --load, it is a new folder."""
     if load := values.get("checkpoint.load"):
         return load.rstrip("/") + "_finetuned" if values.get("checkpoint.finetune") else load
     if preset:
@@ -284,18 +284,19 @@ def merge_checkpoint(
     """Return `arguments` with the values that the checkpoint decides.
 
     saved: the `Config.as_dict()` of the checkpoint, with vocabulary size and tokenizer.
-    saved_iterations: the length of its schedule (default: its train_iters).
+    saved_iterations: the length of the checkpoint's schedule (default: its train_iters).
 
-    Shape and tokenizer: flags that are not given take the checkpoint's values. Given flags that differ
-    raise ValueError, all in one line. --seq-length may differ; it takes the checkpoint's value if neither a flag nor
-    --model gives it.
+    Shape and tokenizer: the checkpoint decides them. Flags that give different values raise ValueError, which names
+    all of them in one line. --seq-length may differ from the checkpoint. If neither --seq-length nor --model is given,
+    the checkpoint decides it, too.
 
-    Without --model or a shape, the checkpoint's run continues: its values (data, batch, optimizer, seed, length …)
-    replace those of the quickstart. --finetune does not take its length.
+    Other values: without --model or a shape, the run of the checkpoint continues with its data, batch, optimizer, seed
+    and length. With --finetune it continues without its length.
 
-    Schedule (not with --finetune and --no-load-optim): as for the shape. --override-opt-param-scheduler keeps all
-    values of this run, --use-checkpoint-opt-param-scheduler takes all values of the checkpoint. A decay length that
-    neither run gives is --train-iters, so extending a finished run stretches its schedule.
+    Schedule: the checkpoint decides it like the shape, except with --finetune or --no-load-optim.
+    --override-opt-param-scheduler keeps the schedule of this run. --use-checkpoint-opt-param-scheduler takes that of
+    the checkpoint without an error. If neither run gives a decay length, the learning rate decays over --train-iters,
+    so a greater --train-iters stretches the schedule.
     """
     old, given_flags, continues = flatten_sections(saved), arguments.given, arguments.continues
     keeps_schedule = any(
@@ -303,7 +304,7 @@ def merge_checkpoint(
         for key in ("checkpoint.finetune", "checkpoint.no_load_optim", "optimizer.override_opt_param_scheduler")
     )
     values = _continued_values(arguments, old, keeps_schedule) if continues else dict(arguments.values)
-    # An older checkpoint may not have all keys.
+    # Checkpoints of older versions lack newer keys.
     saved_values = {key: old.get(key, config_fields()[key].default) for key in CHECKPOINT_KEYS}
     shape = {key: value for key, value in saved_values.items() if value is not None}
     if "model.ffn_hidden_size" in given_flags:
@@ -333,8 +334,8 @@ def merge_checkpoint(
 def _take_from_checkpoint(
     saved_values: Mapping[str, Any], values: dict[str, Any], given: frozenset[str], way_out: str
 ) -> tuple[list[str], str]:
-    """Update `values` with those of the checkpoint. Return a text for each flag that changed, and an error that
-    names those which the command line gave, or ""."""
+    """Update `values` with those of the checkpoint. Return a text for each changed flag, and an error message that
+    names the changed flags of the command line, or ""."""
     current = {key: values.get(key, config_fields()[key].default) for key in saved_values}
     changed = {key: value for key, value in saved_values.items() if value != current[key]}
     values |= changed
@@ -344,7 +345,7 @@ def _take_from_checkpoint(
 
 
 def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bool) -> dict[str, Any]:
-    """Return the values of the checkpoint's run. The command line overrides these values."""
+    """Return the values of the run that wrote the checkpoint, overridden by the command line."""
     left_out = NEVER_FROM_CHECKPOINT + (DECAY_KEYS if keeps_schedule else ())
     if arguments.values.get("checkpoint.finetune"):
         left_out += LENGTH_KEYS
@@ -363,7 +364,8 @@ def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedu
 def _merge_schedule(
     values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any], saved_iterations: int | None
 ) -> tuple[list[str], str]:
-    """Update `values` with the schedule of the checkpoint, see `merge_checkpoint`. Return notes and an error."""
+    """Update `values` with the schedule of the checkpoint, see `merge_checkpoint`. Return lines for the log, and an
+    error message or ""."""
     saved_schedule = {key: old.get(key, config_fields()[key].default) for key in SCHEDULE_KEYS}
     horizon = saved_schedule["optimizer.lr_decay_iters"] or (
         None if saved_schedule["optimizer.lr_decay_samples"] else saved_iterations

@@ -4,12 +4,12 @@ The tables cover the parsers of NVIDIA/Megatron-LM from 2019 to d98e8a6 (2026-08
 microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience-workshop/Megatron-DeepSpeed 8387ae1.
 `apply_rules` applies them, and docs/reference/flags.md lists them. The status of a rule:
 
-    translated   it sets fields of the configuration
-    ignored      leaving it out cannot change the training; the start of a run prints the reason
-    refused      it is an error, because it would change result, memory or speed; its text names an alternative
+    translated   the flag sets fields of the configuration
+    ignored      the flag cannot change the training; the start of a run prints the reason
+    refused      the flag is an error, because it would change result, memory or speed; its text names an alternative
 
-A model that is not GPT-2 needs the one flag that selects it (`--num-experts`, `--multi-latent-attention`, …). That flag
-is refused, and the settings that have no effect without it are ignored.
+Other models than GPT-2 need a flag that selects them (`--num-experts`, `--multi-latent-attention`, …). This flag is
+refused, and flags that have no effect without it are ignored.
 """
 
 import collections
@@ -27,14 +27,14 @@ Fields = dict[str, Any]  # The keys have the form "section.field".
 
 @dataclass(frozen=True)
 class CompatRule:
-    """One rule for one or more flags or keys.
+    """The rule for some flags of Megatron or keys of a DeepSpeed file.
 
-    names: each name, and if it takes values (None: it may). A name that ends in `*` stands for all names with this
-        beginning.
-    accepts: the allowed values; empty: all.
-    sets: (value, the fields that the command line gives) -> fields, or ValueError for a bad value.
+    names: {name: whether it takes values, or None if both is allowed}. `--bert-*` stands for all names that begin
+        with `--bert-`.
+    accepts: the allowed values; empty if all values are allowed.
+    sets: (value, the fields that the command line gives) -> fields; raises ValueError for a bad value.
     unless: the rule does not apply if this flag is given.
-    explicit_values: if the field's own flag has one of these values, it wins over the rule.
+    explicit_values: if the project's own flag of the field has one of these values, the rule does not change the field.
     """
 
     names: Mapping[str, bool | None]
@@ -47,7 +47,7 @@ class CompatRule:
 
     @property
     def help_text(self) -> str:
-        """The text of the rule, with the allowed values."""
+        """The text of the rule for docs/reference/flags.md, with the allowed values."""
         return f"only {self.allowed}: {self.text}" if self.accepts else self.text
 
     @property
@@ -59,8 +59,8 @@ class CompatRule:
 def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> CompatRule:
     """Return a rule.
 
-    names: separated by spaces; `--a=` takes values, `--a` takes none. `--a-{b,c}` stands for `--a-b` and `--a-c`, which
-        may take values.
+    names: names, separated by spaces. `--a=` takes values, and `--a` takes none. `--a-{b,c}` stands for `--a-b` and
+        `--a-c`, which may take values.
     """
     takes_values: dict[str, bool | None] = {}
     for word in names.split():
@@ -96,7 +96,7 @@ def translated(
 def read_as(names: str, key: str, value: Any, *accepts: Any, note: str = "", **others: Any) -> CompatRule:
     """Return a rule for flags that set the field `key` to `value`.
 
-    note: is appended to the text.
+    note: a text that is appended to the text of the rule.
     """
     text = f"read as {flag_name(key)}{'' if value is True else f' {value}'}{note}"
     return translated(names, text, lambda *_: {key: value}, *accepts, **others)
@@ -167,8 +167,8 @@ def by_name(*rules: CompatRule) -> dict[str, CompatRule]:
 
 
 def find_rule(rules: Mapping[str, CompatRule], name: str) -> CompatRule | None:
-    """Return the rule that has `name`, else that with its longest beginning. `--no-x` and `--disable-x` have no effect
-    if `--x` has none."""
+    """Return the rule of `name`, or the rule with the longest beginning of `name`, or None. If `--x` is ignored,
+    `--no-x` and `--disable-x` are ignored, too."""
     if name in rules:
         return rules[name]
     for end in range(len(name), 0, -1):
@@ -182,7 +182,7 @@ def find_rule(rules: Mapping[str, CompatRule], name: str) -> CompatRule | None:
 
 
 def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the first and last iteration of a --profile without values, from --profile-step-start and
+    """Return the first and last iteration to profile if --profile has no values: those of --profile-step-start and
     --profile-step-end."""
     start, end = read.get("--profile-step-start", "10"), read.get("--profile-step-end", "12")
     require(
@@ -192,7 +192,7 @@ def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
     return int(start) + 1, int(end)
 
 
-GPU_FP16 = "fp16-on-gpu"  # Published command lines are for GPUs; few CPUs can multiply in fp16.
+GPU_FP16 = "fp16-on-gpu"  # Published commands are for GPUs. On a CPU they use `auto`, because few CPUs compute in fp16.
 NO_STAGE_3 = (
     "every data-parallel rank keeps all weights; stage 2 gives the same losses and shards optimizer and gradients, "
     "--tensor-model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
@@ -203,7 +203,7 @@ CONVERT = f"{how_to_call('checkpoint')} convert"
 ONE_IMPLEMENTATION = "there is one implementation, with the same results"
 NOT_GPT2 = "not part of the pretraining of GPT-2; leave it out"
 ADAMW = "the optimizer is AdamW"
-# Only Megatron has these values of a flag. The text says what to give instead.
+# {value of a flag that only Megatron has: what to give instead}
 GPT2_FILES = "give --vocab-file vocab.json and --merge-file merges.txt"
 OTHER_VALUES = {
     "HuggingFaceTokenizer": f"{GPT2_FILES} of the tokenizer's folder",
@@ -659,7 +659,6 @@ DEEPSPEED_RULES = by_name(
         True,
     ),
     refused("scheduler", "give --lr-decay-style, --lr-decay-iters, --lr-warmup-iters and --min-lr"),
-    # settings that would change the run
     refused("sparse_gradients sparse_attention", "gradients and attention are always dense; take it out"),
     refused(
         "progressive_layer_drop curriculum_learning data_efficiency compression_training quantize_training "
@@ -667,17 +666,17 @@ DEEPSPEED_RULES = by_name(
         "not implemented; take it out",
     ),
 )
-# DeepSpeed's default of these keys is true, so `false` is a request.
+# The default of these keys is true in DeepSpeed. Their value `false` must therefore not be skipped.
 DEFAULT_TRUE_KEYS = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
 
 
 class Applied(NamedTuple):
-    """The result of rules.
+    """The result of `apply_rules`.
 
-    values: the fields that they set.
-    set_by: the name that set each field.
+    values: {field: value} that the rules set.
+    set_by: {field: the flag or key that set it}.
     notes: lines about translated and ignored names.
-    problems: errors.
+    problems: error messages.
     """
 
     values: Fields
@@ -689,10 +688,11 @@ class Applied(NamedTuple):
 def apply_rules(
     rules: Mapping[str, CompatRule], read: Mapping[str, Any], given: Mapping[str, Any], *, given_wins: bool = False
 ) -> Applied:
-    """Apply `rules` to `read` ({name: value}), whose names all have a rule. Names with the same text share a line.
+    """Apply `rules` to `read`, {name: value}. Each name must have a rule. Names with the same text share a line.
 
-    given: the fields that the project's own flags set, by "section.field".
-    given_wins: `given` replaces what a rule sets; otherwise a difference is an error.
+    given: {"section.field": value} of the project's own flags.
+    given_wins: if a rule sets a field to a different value than `given`, keep the value of `given`. Otherwise this is
+        an error.
     """
     applied = Applied({}, {}, [], [])
     names_by_text, refusals = (
@@ -733,9 +733,10 @@ def apply_rules(
 def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
     """Read a DeepSpeed file. `set_by` of the result names the file and the key.
 
-    given: {"section.field": value} from the command line, which wins over the file. The values `false`, `null`,
-    `"auto"` and `{}` and sections with `"enabled": false` are skipped. Raises FileNotFoundError, or ValueError with all
-    errors of the file in one line.
+    The values `false`, `null`, `"auto"` and `{}` and sections with `"enabled": false` are skipped. Raises
+    FileNotFoundError, or ValueError with all errors of the file in one line.
+
+    given: {"section.field": value} from the command line, which overrides the file.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -763,7 +764,7 @@ def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
 
 
 def _flatten_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the rules, joined by dots, with their values. Values that mean "not set" are left out."""
+    """Yield ("section.key", value) for each value of a DeepSpeed file. Values that mean "not set" are left out."""
     for name, value in section.items():
         key = prefix + name
         if key not in DEFAULT_TRUE_KEYS and (value is None or value is False or value == "auto" or value == {}):
@@ -779,6 +780,6 @@ def _flatten_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def _format_value(value: Any) -> str:
-    """Format a value or key for a message, in one line of at most 80 characters."""
+    """Format a value or key for a message, with at most 80 characters in one line."""
     text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"

@@ -1,5 +1,4 @@
-"""The command-line parser. It has a flag for each field in `sections.py`, and the flags of other programs in
-`compat.py`."""
+"""The command-line parser, which has a flag for each field in `sections.py`."""
 
 import argparse
 import dataclasses
@@ -19,8 +18,7 @@ CONFIG_HELP = "config.json of an earlier run: use its flags; flags on the comman
 
 
 def with_dashes(word: str) -> str:
-    """Return a word of a command line with `--a_b` written as `--a-b`. A value after "=" and other words do not
-    change."""
+    """Return a word of a command line. `--a_b=c_d` becomes `--a-b=c_d`, and words that are not flags do not change."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
@@ -52,21 +50,21 @@ def _finite_float(text: str) -> float:
 
 _integer.__name__, _finite_float.__name__ = "int", "float"  # argparse names the type in its errors.
 
-# Each field type has its keywords for `add_argument`.
+# {type of a field: keyword arguments for `add_argument`}
 ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
     bool: {"action": "store_true"},
     int: {"type": _integer, "metavar": "N"},
     float: {"type": _finite_float, "metavar": "X"},
     str: {"metavar": "TEXT"},
-    tuple[int, ...]: {"nargs": "*", "type": _integer},  # In Megatron today, --profile takes no value.
+    tuple[int, ...]: {"nargs": "*", "type": _integer},  # --profile may have no value, as in today's Megatron.
     tuple[str, ...]: {"nargs": "+"},
 }
 ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, float, str)}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the training program. Its result has only the given flags, as "section.field". It does
-    not parse flags of Megatron without a field: `arguments.py` reads these, and reports the errors of all flags at
+    """Build the parser of the training program. Its namespace has only the flags that are given, by "section.field".
+    The parser leaves Megatron's flags without a field to `arguments.parse`, which reports the errors of all flags at
     once."""
     parser = Parser(
         prog="pretrain_gpt2",
@@ -98,34 +96,33 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> None:
-    """Add the flags of one section. Their values are stored as "section.field"."""
+    """Add the flags of one section. The parser stores their values under "section.field"."""
     group = parser.add_argument_group(section, inspect.getdoc(kind))
     for f in dataclasses.fields(kind):
-        text = f.metadata
-        how = dict(ARGPARSE_KEYWORDS[f.type])
-        if text["choices"]:
-            how["metavar"] = f"{{{','.join(text['choices'])}}}"
-        if text["metavar"]:
-            how["metavar"] = text["metavar"]
-        if text["const"] is not None:
-            how |= {"nargs": "?", "const": text["const"]}
-        key = f"{section}.{f.name}"
-        group.add_argument(flag_name(key), *text["aliases"], dest=key, help=help_of_field(f).replace("%", "%%"), **how)
+        metadata, keywords = f.metadata, dict(ARGPARSE_KEYWORDS[f.type])
+        if metadata["choices"]:
+            keywords["metavar"] = f"{{{','.join(metadata['choices'])}}}"
+        if metadata["metavar"]:
+            keywords["metavar"] = metadata["metavar"]
+        if metadata["const"] is not None:
+            keywords |= {"nargs": "?", "const": metadata["const"]}
+        key, text = f"{section}.{f.name}", help_of_field(f).replace("%", "%%")
+        group.add_argument(flag_name(key), *metadata["aliases"], dest=key, help=text, **keywords)
 
 
 def help_of_field(f: dataclasses.Field[Any]) -> str:
     """Return the help text of a flag with its default."""
     default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-    has_none = default is None or default is False or default == ""  # the default 0 is shown
+    has_none = default is None or default is False or default == ""  # The default 0 is a value.
     return f.metadata["help"] + ("" if has_none else f" (default: {default})")
 
 
 def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
     """Parse the flags of `LaunchConfig`. Return the flags and the remaining words.
 
-    They are parsed before all others, because they decide which rank reports a bad flag."""
+    These flags are parsed before all others, because they decide which rank reports a bad flag."""
     names = {flag_name(f.name) for f in dataclasses.fields(LaunchConfig)}
-    words = [meant if (meant := with_dashes(word)).partition("=")[0] in names else word for word in argv]
+    words = [flag if (flag := with_dashes(word)).partition("=")[0] in names else word for word in argv]
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     add_section(parser, "launch", LaunchConfig)
     given, rest = parser.parse_known_args(words)

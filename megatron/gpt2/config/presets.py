@@ -1,9 +1,9 @@
-"""Presets for --model, and reading and writing config.json for --config. Other flags override the quickstart and the
-models.
+"""The presets of --model, and the file config.json, which every run writes into its --save folder and --config reads.
 
-Keys are "section.field". All sizes use the values of Megatron's published 345M example and differ only in shape. The
-learning rate decays over --train-iters (320,000 in that example), so that a shorter run decays fully. `quickstart` is
-the preset of a run without a shape. Every start of a run writes `config.json` into its save folder.
+The keys of a preset are "section.field", and flags override its values. All presets except `quickstart` differ only in
+shape and have the values of Megatron's published 345M example. Their learning rate decays over --train-iters, so that a
+run that is shorter than the 320,000 iterations of the example decays fully, too. `quickstart` is the preset of a run
+without a shape.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ SHAPES = {  # number of layers, hidden size, number of heads
 # If the command line has one of these flags, the quickstart does not apply.
 SHAPE_KEYS = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 
-PUBLISHED: dict[str, Any] = {  # The other values of the example are the defaults of the fields.
+# The values of the 345M example that are not the defaults of the fields
+PUBLISHED: dict[str, Any] = {
     "model.max_position_embeddings": 1024,
     "data.seq_length": 1024,
     "data.split": "949,50,1",
@@ -44,10 +45,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     name: {**dict(zip(SHAPE_KEYS, shape, strict=True)), **PUBLISHED} for name, shape in SHAPES.items()
 }
 
-# The quickstart trains for about one epoch of the built-in corpus, which takes minutes on two cores. Muon ends at 1.69
-# bits per byte of held-out text (bf16). AdamW ends at 1.79 after 1.6 times the time, with its best values (lr 8e-4,
-# 1,400 steps of 4 samples). Muon with 420 steps of 8 samples takes as long as below and ends at 1.70. A narrow model
-# learns faster from larger weights than 0.02, which suits widths above 1,000.
+# The quickstart trains for about one epoch of the built-in corpus, which takes minutes on two cores. With Muon and
+# these values the model ends at 1.69 bits per byte of held-out text (bf16), and with 420 steps of 8 samples at 1.70.
+# With AdamW and its best values (lr 8e-4, 1,400 steps of 4 samples) it ends at 1.79 after 1.6 times the time. A model
+# as narrow as this one learns faster from initial weights of 0.05 than of 0.02.
 PRESETS["quickstart"] = {
     "model.num_layers": 4,
     "model.hidden_size": 256,
@@ -71,20 +72,21 @@ PRESETS["quickstart"] = {
     "train.eval_iters": 25,
     "train.log_interval": 20,
 }
-# The quickstart's values for AdamW
+# The values of the quickstart that differ with AdamW
 ADAM_QUICKSTART: dict[str, Any] = {"optimizer.optimizer": "adam", "optimizer.lr": 8e-4, "optimizer.min_lr": 4e-5}
 
-DEFAULT_TRAIN_ITERS = 1_000_000  # A run with its own shape has this number of iterations, as in 2019.
+DEFAULT_TRAIN_ITERS = 1_000_000  # the length of a run without --model, the default of Megatron's release of 2019
 
 
 def write_config(folder: Path, config: Config, metadata: dict[str, Any], *, continues: bool) -> None:
-    """Write `config` and `metadata` about the run (JSON) into `folder`, atomically.
+    """Write config.json with `config` and `metadata` (JSON values) into `folder`, atomically. Raises OSError if the
+    file cannot be written.
 
-    continues: the run continues the checkpoint in `folder`. The file then keeps its old --load and --finetune, with
-    which the run began. Raises OSError if the file cannot be written."""
+    continues: whether the run continues the checkpoint in `folder`. The new file then has the --load and --finetune of
+        the old file, with which the run began."""
     sections = config.as_dict()
     if continues:
-        # A missing or damaged file is replaced, because only --config reads it.
+        # A damaged file is replaced without an error, because a run does not need it.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             before = read_json_object(folder / CONFIG_FILE, MAX_CONFIG_BYTES)["config"]["checkpoint"]
             sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
@@ -93,10 +95,10 @@ def write_config(folder: Path, config: Config, metadata: dict[str, Any], *, cont
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return {"section.field": value} of the config.json at `path`, without default values.
+    """Return {"section.field": value} of the config.json at `path`, without default values. Raises ValueError or
+    FileNotFoundError in one line if `path` is not such a file.
 
-    The batch size is the global one, so that it holds for any number of ranks. Raises ValueError or FileNotFoundError
-    in one line if `path` is not such a file."""
+    The result has the global batch size, which is right for any number of ranks."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
         version = settings.get("version", RUN_SETTINGS_VERSION)
@@ -114,10 +116,9 @@ def read_config(path: str) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"--config {path}: {one_line(error)}") from None
-    # The batch size is given for any number of ranks.
     values = non_default_values(config) | {"train.global_batch_size": batch}
     values.pop("train.gradient_accumulation_steps", None)
     values.pop("model.vocab_size", None)  # The run reads it from the tokenizer.
     if config.checkpoint.load == config.checkpoint.save:
-        values.pop("checkpoint.load", None)  # The --load folder is only right for the same --save folder.
+        values.pop("checkpoint.load", None)  # With a different --save, this --load would be wrong.
     return values

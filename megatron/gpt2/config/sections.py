@@ -1,10 +1,10 @@
 """The configuration of a run: `Config` and its sections. They are frozen dataclasses that check their values in
 `__post_init__`.
 
-Each field is one command-line flag (`num_layers` is `--num-layers`). `flag_field` adds its help text, its allowed
-values and the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag is
-defined in one place. Most defaults are those of Megatron's 2019 release; that of `--split` is today's. Derived values
-are properties or methods. `arguments.py` lists the flags that exclude each other.
+Each field of a section is one command-line flag (`num_layers` is `--num-layers`). `flag_field` adds the help text, the
+allowed values and the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag
+is defined in one place. Most defaults are those of Megatron's release of 2019; the default of `--split` is that of
+today's Megatron. `arguments.py` lists the flags that exclude each other.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from megatron.gpt2.pipeline.schedule import (
 class Bound(NamedTuple):
     """The allowed range of a number.
 
-    description: the range in an error message, after "must be".
+    description: the words for the range that follow "must be" in an error message.
     """
 
     contains: Callable[[float], bool]
@@ -52,12 +52,12 @@ def flag_field(
 ) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
-    help: the text of --help and docs/reference/flags.md.
+    help: the text of the flag in --help and docs/reference/flags.md.
     aliases: other spellings of the flag.
     bound: the allowed range of a number.
-    choices: the allowed values (default: all).
+    choices: the allowed values (default: all values).
     metavar: the name of the value in --help.
-    const: the value if the flag is given without one.
+    const: the value that the field gets if the flag is given without a value.
     """
     metadata = {
         "help": help,
@@ -77,7 +77,7 @@ def flag_name(key: str) -> str:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Base class of the sections. The class checks each number against its bound. None is always allowed."""
+    """Base class of the sections. It checks that each number is in the range of its field; None is always allowed."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -88,7 +88,7 @@ class ConfigSection:
 
 @dataclass(frozen=True)
 class ModelConfig(ConfigSection):
-    """The shape of GPT-2. `vocab_size` is the tokenizer's true size; only the model pads it."""
+    """The shape of GPT-2. `vocab_size` is the size of the tokenizer's vocabulary without the padding of the model."""
 
     num_layers: int = flag_field(24, "transformer layers")
     hidden_size: int = flag_field(1024, "size h of the hidden states")
@@ -116,7 +116,7 @@ class ModelConfig(ConfigSection):
             self.hidden_size % self.num_attention_heads == 0,
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
         )
-        # A damaged file may give these values. torch's own error would not name the flag.
+        # A damaged config.json may have such values, and torch's error for them names no flag.
         for name in ("hidden_size", "ffn_hidden_size", "max_position_embeddings", "vocab_size"):
             width = getattr(self, name)
             require(
@@ -131,7 +131,7 @@ class ModelConfig(ConfigSection):
 
     @property
     def mup_scale(self) -> float:
-        """The base width of muP / h, or 1 without muP."""
+        """--mup-base-width / --hidden-size, or 1 without muP."""
         return self.mup_base_width / self.hidden_size if self.mup_base_width else 1.0
 
     @property
@@ -140,9 +140,9 @@ class ModelConfig(ConfigSection):
         return self.attention_dropout > 0 or self.hidden_dropout > 0
 
     def flops_per_token(self, seq_length: int) -> int:
-        """Return the model FLOPs of one token, forward and backward, without savings for the causal mask.
+        """Return the FLOPs that forward and backward of one token need. Attention counts as if it had no causal mask.
 
-        With an MLP of size 4h this is Megatron's 72·l·h²·(1 + s/6h) + 6·h·V (arXiv:2104.04473, section 5.1)."""
+        With an MLP of size 4h the result is Megatron's 72·l·h²·(1 + s/6h) + 6·h·V (arXiv:2104.04473, section 5.1)."""
         h, layers = self.hidden_size, self.num_layers
         assert self.vocab_size is not None
         linears = 6 * layers * (4 * h * h + 2 * h * self.ffn_size)
@@ -257,10 +257,9 @@ class OptimizerConfig(ConfigSection):
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}")
 
     def warmup_and_decay(self, default_decay_iters: int, batch: int) -> tuple[float, float]:
-        """Return the lengths of warmup and decay in iterations of `batch` samples. The lengths may be fractions, as in
-        the published runs.
+        """Return the lengths of warmup and decay, in iterations of `batch` samples. The lengths may be fractions.
 
-        default_decay_iters: the length of the decay if no flag gives one.
+        default_decay_iters: the length of the decay if no flag gives it.
         """
         decay = self.lr_decay_iters or (self.lr_decay_samples or 0) / batch or default_decay_iters
         if self.lr_warmup_samples is not None:
@@ -485,7 +484,7 @@ class TrainConfig(ConfigSection):
 
     @property
     def growth_flag(self) -> str:
-        """The flag and its values that make the batch grow, as on the command line, or ""."""
+        """The flag that makes the batch grow, with its values as on the command line, or ""."""
         for name in ("rampup_batch_size", "step_batch_size_schedule"):
             if words := getattr(self, name):
                 return f"{flag_name(name)} {' '.join(map(str, words))}"
@@ -500,9 +499,10 @@ class TrainConfig(ConfigSection):
         iteration: int = 0,
         consumed_samples: int = 0,
     ) -> int:
-        """Return the number of iterations after which the first of the given lengths is reached.
+        """Return the number of iterations after which the shortest length that the flags give is reached.
 
-        A run that continues at `iteration` may have read its first `consumed_samples` with a different batch size.
+        iteration: the iteration at which the run continues.
+        consumed_samples: the samples that it has read before, possibly in batches of another size.
         """
         lengths = [] if self.train_iters is None else [self.train_iters]
         for samples in (
@@ -537,7 +537,7 @@ def _parse_batch_size_schedule(words: tuple[str, ...], seq_length: int, flag: st
 
 
 def _parse_count(number: str) -> int:
-    """Parse a number with an optional suffix, as Megatron does: "1.5K" is 1500."""
+    """Parse a number with an optional suffix K, M, B or T: "1.5K" is 1500."""
     thousands = "KMBT".find(number[-1:].upper()) + 1 if number else 0
     return int(float(number[:-1] if thousands else number) * 1000**thousands)
 
@@ -588,8 +588,8 @@ class CheckpointConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class LaunchConfig(ConfigSection):
-    """Start of the ranks. torchrun, srun and mpirun do not need these flags, and checkpoints do not store them: see
-    megatron/gpt2/dist/launch.py."""
+    """Flags that start the ranks of a run. With torchrun, srun or mpirun they are not needed. Checkpoints do not store
+    them."""
 
     nproc_per_node: int | None = flag_field(
         None,
@@ -646,7 +646,7 @@ class LaunchConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration of a run. Checks across sections are in `__post_init__`."""
+    """The configuration of a run. `__post_init__` checks that values of different sections fit together."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -741,12 +741,12 @@ class Config:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether every operation must sum in a fixed order (--deterministic, --exact-layouts)."""
+        """Whether --deterministic or --exact-layouts asks for a fixed order in every sum."""
         return self.train.deterministic or self.parallel.exact_layouts is not None
 
     @property
     def num_model_chunks(self) -> int:
-        """The number of model chunks of each pipeline rank. Without a pipeline the number is 1."""
+        """The number of model chunks (virtual stages) of each pipeline rank; 1 without a pipeline."""
         parallel = self.parallel
         if parallel.pipeline_model_parallel_size == 1:
             return 1
@@ -755,7 +755,7 @@ class Config:
         return num_model_chunks(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
 
     def layers_of_virtual_stages(self) -> list[range]:
-        """Return the layers of each virtual stage. Raises ValueError if the layers cannot be divided."""
+        """Return the layers of each virtual stage. Raises ValueError if they cannot be divided among the stages."""
         parallel = self.parallel
         first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
         if (pp := parallel.pipeline_model_parallel_size) == 1:
@@ -763,8 +763,8 @@ class Config:
         return layers_of_virtual_stages(self.model.num_layers, pp, self.num_model_chunks, first, last)
 
     def pipeline_schedule(self, num_microbatches: int) -> PipelineSchedule:
-        """Return the actions of each pipeline rank in a step. Raises ValueError if --pipeline-schedule does not
-        fit."""
+        """Return the schedule of a step with `num_microbatches` micro-batches. Raises ValueError if
+        --pipeline-schedule does not support the number of stages or micro-batches."""
         vpp = self.num_model_chunks
         return build_schedule(
             self.parallel.pipeline_schedule or ("1f1b" if vpp == 1 else "interleaved"),
@@ -774,7 +774,8 @@ class Config:
         )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size. Raises ValueError if the layout does not divide `world_size`."""
+        """Return the data-parallel size of a run with `world_size` ranks. Raises ValueError if it is not a whole
+        number."""
         size, pipeline_size = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         stages = f" × --pipeline-model-parallel-size {pipeline_size}" if pipeline_size > 1 else ""
         require(
@@ -785,8 +786,8 @@ class Config:
         return world_size // (size * pipeline_size)
 
     def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
-        """Return the global batch size of each step. Raises ValueError if `world_size` or a batch size that is used
-        after `consumed_samples` is not divisible."""
+        """Return the global batch sizes of a run with `world_size` ranks. Raises ValueError if the layout does not
+        divide `world_size`, or if the ranks cannot share a batch that follows the first `consumed_samples` samples."""
         train, ranks = self.train, self.data_parallel_size(world_size)
         samples_per_pass, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
         final = train.global_batch_size or samples_per_pass * (steps or 1)
@@ -823,13 +824,12 @@ class Config:
         return schedule
 
     def num_microbatches(self, world_size: int, consumed_samples: int = 0) -> int:
-        """Return the number of micro-batches of each rank in a step with the final batch size."""
+        """Return the number of micro-batches of each rank in a step with the final global batch size."""
         batch = self.batch_schedule(world_size, consumed_samples).final
         return batch // (self.train.micro_batch_size * self.data_parallel_size(world_size))
 
     def usable_ranks(self, ranks: int) -> int:
-        """Return the largest world size up to `ranks` that fits the layout and divides the batches, or 0 if there is
-        none."""
+        """Return the largest world size up to `ranks` for which `batch_schedule` raises no error, or 0."""
         for world_size in range(ranks, 0, -1):
             with contextlib.suppress(ValueError):
                 self.batch_schedule(world_size)
@@ -837,13 +837,13 @@ class Config:
         return 0
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return {section: {field: value}}, the form that checkpoints and config.json store."""
+        """Return {section: {field: value}}, as checkpoints and config.json store the configuration."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Mapping[str, Any]]) -> "Config":
-        """Return the configuration of which `values` is the result of `as_dict`. JSON may have turned tuples into
-        lists. Missing fields get defaults."""
+        """Return the configuration from the result of `as_dict`, also after a round trip through JSON. Missing fields
+        get their defaults."""
         values = with_new_names(values)
         unknown = flatten_sections(values).keys() - config_fields().keys()
         require(
@@ -865,7 +865,7 @@ def config_fields() -> dict[str, dataclasses.Field[Any]]:
     return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 
 
-# Names in files of earlier versions; None: the field no longer exists.
+# {name in files of earlier versions: today's name, or None if the field no longer exists}
 NEW_NAMES: dict[str, str | None] = {
     "DDP_impl": None,
     "facts": "metadata",
@@ -879,8 +879,8 @@ NEW_NAMES: dict[str, str | None] = {
 
 
 def with_new_names(values: Any) -> Any:
-    """Replace old names of keys by today's names in a dictionary from a file, including the dictionaries inside it, and
-    return the result. Other values do not change."""
+    """Return a copy of a dictionary from a file in which keys of earlier versions have today's names. Dictionaries
+    inside it are copied in the same way. Values that are not dictionaries are returned unchanged."""
     if not isinstance(values, dict):
         return values
     renamed = {NEW_NAMES.get(name, name): with_new_names(value) for name, value in values.items()}
@@ -888,7 +888,7 @@ def with_new_names(values: Any) -> Any:
 
 
 def flatten_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {"section.field": value} for the result of `Config.as_dict`, in the same order."""
+    """Return {"section.field": value} from {section: {field: value}}, in the same order."""
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
@@ -899,10 +899,9 @@ def non_default_values(config: Config) -> dict[str, Any]:
 
 
 def ignored_flags(config: Config, device: str) -> Iterator[str]:
-    """Yield a line for each flag about kernels, saved activations or stages that has no effect in this run, or not the
-    effect that it has in Megatron.
+    """Yield a line for each given flag that has no effect in this run, or a different effect than in Megatron.
 
-    device: cpu or cuda.
+    device: the type of the device, cpu or cuda.
     """
     parallel = config.parallel
     recomputes = config.train.recompute_granularity == "full"

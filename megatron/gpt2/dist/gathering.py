@@ -1,4 +1,4 @@
-"""Gather small values from all ranks, and sum over ranks. All ranks of the group must call each function."""
+"""Collectives for small values. All ranks of a group must call each of these functions."""
 
 from collections.abc import Iterable
 
@@ -11,9 +11,9 @@ import mpu
 
 
 def gather_rows(row: Tensor) -> Tensor:
-    """Gather `row` [n] from every rank: [world_size, n] on the host. The function waits for the device.
+    """Gather `row` from every rank, and return [world_size, n] on the host. The function waits for the device.
 
-    row: a tensor on the rank's device.
+    row: [n] on this rank's device.
     """
     if not dist.is_initialized():
         return row[None].cpu()
@@ -42,7 +42,7 @@ def gather_ints(number: int, device: torch.device) -> list[int]:
 
 
 def all_reduce_scalars(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
-    """Stack the n scalars `values` as float64 and sum them over the ranks of `group`: [n]."""
+    """Sum each of the n scalars `values` over the ranks of `group`. Return [n] float64."""
     stacked = torch.stack([value.double() for value in values])
     if group is not None and group.size() > 1:
         dist.all_reduce(stacked, group=group)
@@ -50,15 +50,16 @@ def all_reduce_scalars(values: Iterable[Tensor], group: ProcessGroup | None) -> 
 
 
 def all_reduce_over_data_and_pipeline(values: Iterable[Tensor], parallel: mpu.ParallelState) -> Tensor:
-    """Apply `all_reduce_scalars` over data-parallel ranks and pipeline stages. All stages except one pass zeros."""
+    """Sum each of the n scalars `values` over data-parallel ranks and pipeline stages. Return [n] float64. The stages
+    that do not compute a value pass 0."""
     total = all_reduce_scalars(values, parallel.data_parallel_group)
     return all_reduce_scalars(total, parallel.pipeline_model_parallel_group)
 
 
 def sum_losses(losses: Tensor, step: float = 2.0**-32) -> Tensor:
-    """Round each loss to a multiple of `step` (a power of two) and sum them as a float64 scalar.
+    """Round each loss to a multiple of `step` and return their sum, a float64 scalar.
 
-    Sums of such numbers below 2^53 · step are exact, so the result does not depend on the order of micro-batches and
-    ranks. The default is for nats per token.
+    float64 represents all multiples of a power of two `step` below 2^53 · step. Sums are therefore exact and do not
+    depend on the order of micro-batches and ranks. The default is for losses in nats per token.
     """
     return (losses.double() / step).round().sum() * step

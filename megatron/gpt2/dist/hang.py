@@ -1,12 +1,12 @@
 """Report a hang: which ranks wait in which collective, and where the late rank is.
 
 The first rank whose collective times out sets "hang" in the store. Each live rank then writes the location of its main
-thread to the store. One rank per machine prints a line with all locations; the whole stacks go to the incident log.
-With gloo the collective raises an error. With NCCL the kernels just wait, so a training step that takes longer than
-the timeout counts as a hang.
+thread to the store. One rank per machine prints a line with all locations. The incident log gets the whole stacks. With
+gloo a collective that times out raises an error. NCCL's kernels wait without an error, so with NCCL a training step
+that takes longer than the timeout counts as a hang.
 
-torch's flight recorder also records gloo's collectives and names the rank that is behind, but not the line of the
-program. It is only used for NCCL, whose kernels Python does not see.
+torch's flight recorder names the rank that is late, but not the line of the program. It is only used for NCCL, because
+Python does not see in which kernel a GPU waits.
 """
 
 import json
@@ -42,7 +42,7 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog
 
 SOURCE_FOLDERS = ("mpu/", "data_utils/", "megatron/")
-# A source line of this program with one of these calls waits for other ranks, or for a device that waits for them.
+# These calls wait for other ranks, or for a device whose kernels wait for other ranks.
 WAITING_CALL = re.compile(r"\.(wait|synchronize|item|tolist)\(")
 # gloo writes "Timed out waiting 6000ms" or "Application timeout caused".
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -54,8 +54,8 @@ Frames = Sequence[tuple[FrameType, int]]  # stack frames with their line numbers
 class RankLocation(NamedTuple):
     """The location of a rank's main thread.
 
-    is_waiting: whether it waits in a collective.
-    text: for example "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)" or
+    is_waiting: whether the thread waits in a collective.
+    text: the call or the line, for example "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)" or
         "data_utils/gpt2_dataset.py:88 (rows)".
     """
 
@@ -64,9 +64,9 @@ class RankLocation(NamedTuple):
 
 
 def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLocation, list[str]]:
-    """Return the location and the whole stack.
+    """Return the location of a thread with these frames, and its whole stack as lines.
 
-    has_failed: the innermost call was a collective, which autograd may hide.
+    has_failed: whether the thread has failed in a collective, which autograd may hide from the frames.
     """
     stack, calls, waits = list[str](), list[tuple[str, str]](), ""
     for frame, line in frames:
@@ -88,8 +88,8 @@ def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLoca
 
 
 def frames_of_main_thread() -> Frames:
-    """Return the main thread's frames from another thread. On a GPU, backward may run in an autograd thread that Python
-    has not started."""
+    """Return the frames of the main thread; any thread may call this function. If the main thread waits for backward,
+    the frames of autograd's thread follow, which Python has not started."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     known = {thread.ident for thread in threading.enumerate()}
     stack = list(traceback.walk_stack(frames[main] if main is not None else None))[::-1]
@@ -100,7 +100,7 @@ def frames_of_main_thread() -> Frames:
 
 
 class HangDetector(Hook):
-    """Finds and reports the cause of a hanging collective. Each rank with a rendezvous has a detector.
+    """Finds and reports why a collective hangs. Each rank of a run with several ranks has a detector.
 
     timeout: the timeout of a collective.
     watches_steps: whether a training step that takes longer than the timeout counts as a hang.
@@ -114,22 +114,22 @@ class HangDetector(Hook):
             rank_info.rendezvous.heartbeat,
             rank_info.rendezvous.heartbeat.store,
         )
-        # `_step_started` is the start time of the current step.
         self._watches_steps, self._step_started = watches_steps, float("inf")
         self._published, self._main_thread_exits = threading.Lock(), False
         self._heartbeat.on_beat = self._check
 
     def on_step_begin(self, trainer: Any) -> None:
-        """Store the start time of a step."""
+        """Begin to measure the time of a step."""
         self._step_started = time.monotonic()
 
     def on_step_end(self, trainer: Any) -> None:
-        """Remove the start time of the step. The time between steps is not limited."""
+        """End the measurement, because the time between steps is not limited."""
         self._step_started = float("inf")
 
     def handle_error(self, trainer: Any, error: BaseException) -> bool:
-        """After a collective has failed with `error`, return True if ranks waited for a late rank. In this case one
-        rank of each machine has printed it, and this process has left the rendezvous. This runs in the main thread."""
+        """Return True if a collective has failed with `error` because it waited for a late rank. One rank of each
+        machine has then printed the late rank, and this process has left the rendezvous. The main thread calls this
+        method."""
         if self._heartbeat.is_stopped or not self._heartbeat.store_answers(LOST_TIMEOUT):
             return False  # Reading from an unreachable store would block for --init-timeout seconds.
         self._main_thread_exits = True
@@ -154,14 +154,14 @@ class HangDetector(Hook):
         self._store.compare_set("hang", "", f"{self._rank_info.rank}")
 
     def _check(self, store: Store) -> None:
-        """Check for a hang. The heartbeat's thread calls this method."""
+        """Check whether a rank has reported a hang. The thread of the heartbeat calls this method."""
         if self._watches_steps and time.monotonic() - self._step_started > self._seconds:
             self._publish_hang()
         if store.check(["hang"]) and self._publish_location(frames_of_main_thread()):
             threading.Thread(target=self._exit, name="hang", daemon=True).start()
 
     def _publish_location(self, frames: Frames, *, has_failed: bool = False) -> bool:
-        """Write this rank's location to the store, once. Return True for the first call."""
+        """Write this rank's location to the store in the first call, and return True. Later calls return False."""
         if not self._published.acquire(blocking=False):
             return False
         location, stack = find_location(frames, has_failed=has_failed)
@@ -170,7 +170,7 @@ class HangDetector(Hook):
         return True
 
     def _exit(self) -> None:
-        """Report the hang and end the process, because its main thread hangs."""
+        """Report the hang and end the process, whose main thread hangs."""
         self._report()
         time.sleep(LOST_TIMEOUT)
         if not self._main_thread_exits:  # Otherwise the main thread may still finish a checkpoint.
@@ -190,7 +190,7 @@ class HangDetector(Hook):
         return lost
 
     def _collect_locations(self) -> tuple[dict[int, RankLocation], LostRanks]:
-        """Return the locations of the live ranks, and the other ranks with the seconds since their last heartbeat."""
+        """Return {rank: location} of the live ranks, and {rank: seconds since its last heartbeat} of the lost ranks."""
         locations = dict[int, RankLocation]()
         self._heartbeat.reads_all = True
         end = time.monotonic() + LOST_TIMEOUT + 2 * HEARTBEAT_INTERVAL
@@ -212,10 +212,10 @@ def describe_hang(
     seconds: float,
     cut: Sequence[str] = (),
 ) -> str:
-    """Describe which ranks wait where and for which rank.
+    """Describe in which collective each rank waits, and for which rank.
 
     first: the rank whose collective timed out first, after `seconds`.
-    cut: two machines without a connection.
+    cut: the names of two machines that cannot connect to each other, if any.
     """
     waiting: dict[str, list[int]] = {}
     for rank, location in sorted(locations.items(), key=lambda item: (item[0] != first, item[0])):
@@ -246,9 +246,9 @@ def describe_hang(
 
 
 def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch's flight recorder record the last NCCL collectives of each rank, and write them next to the incident
-    log when one times out. `torchfrtrace` reads the files. Call this function before NCCL's process group is created.
-    Variables that the user has set are kept."""
+    """Let torch's flight recorder record the last NCCL collectives of each rank. When a collective times out, the
+    recorder writes them into the folder of the incident log, and `torchfrtrace` reads these files. Call this function
+    before NCCL's process group is created. It does not change variables that the user has set."""
     folder = Path(save_directory).resolve() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

@@ -1,12 +1,13 @@
-"""Read the rank of this process and the rendezvous address from flags or launcher variables. The first match wins:
+"""Read the rank of this process and the rendezvous address from flags or the variables of a launcher. The first source
+in this list that has a rank is used:
 
     flags      --rank --world-size --init-method for processes started by hand, or --nproc-per-node, which starts ranks
     torchrun   RANK, WORLD_SIZE …
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
 
-torch reads only torchrun's variables. A plain `python` runs as a single rank, even inside an allocation. This module
-does not use the network: see rendezvous.py.
+torch reads only torchrun's variables. A process that no launcher has started is a single rank, even inside an
+allocation of Slurm. This module does not use the network; rendezvous.py connects the ranks.
 """
 
 import os
@@ -27,22 +28,21 @@ from megatron.gpt2.dist.ranks import RankInfo
 
 Environment = Mapping[str, str]
 
-# The step ids of Slurm's special steps (interactive, batch, extern …) count down from this number. `srun` counts up
+# The step ids of Slurm's special steps (interactive, batch, extern …) count down from here. Those of `srun` count up
 # from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# open files of a process, and for each other rank: gloo connects two ranks once for each group
+# The open files of a process, and in addition those for each rank: gloo connects two ranks once for each group.
 OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8
-DEFAULT_PORT = "29500"  # the default of torchrun, too
-# Variables with the rank and the world size, globally and on this machine, of torchrun, Open MPI, and PMI (MPICH, Intel
-# MPI …).
+DEFAULT_PORT = "29500"  # as in torchrun
+# Variables of torchrun, Open MPI, and PMI (MPICH, Intel MPI …): rank, world size, local rank, local world size
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# variables with the id of a job, which is the same on all ranks
+# Variables with the id of a job, which is equal on all ranks
 JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
-# (variable with the id of an allocation, program that starts ranks in it)
+# {variable with the id of an allocation: program that starts ranks in the allocation}
 ALLOCATIONS = {"SLURM_JOB_ID": "srun", "PBS_JOBID": "mpirun", "LSB_JOBID": "mpirun"}
 
 
@@ -68,7 +68,7 @@ class Launch:
         self.rank_info()  # `rank_info` raises ValueError if the numbers contradict each other.
 
     def rank_info(self) -> RankInfo:
-        """Return rank and world size, if they are known. Without `local`, the process counts as the only one on its
+        """Return rank and world size. If the local rank is unknown, the process counts as the only one on its
         machine."""
         return RankInfo(self.rank, self.world_size, *(self.local or (0, 1)))
 
@@ -107,8 +107,8 @@ def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple
 
 
 def raise_open_file_limit(world_size: int) -> None:
-    """Let this process and its children open the files and connections of a rank. Raises ValueError if they may not: a
-    rank without them fails at any place, or waits for others."""
+    """Raise the limit of open files and connections of this process and its children to what a rank needs. Raises
+    ValueError if the limit is too low and cannot be raised."""
     needed = OPEN_FILES + OPEN_FILES_FOR_A_RANK * world_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -121,8 +121,8 @@ def raise_open_file_limit(world_size: int) -> None:
 
 
 def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:
-    """Return the launch of --nproc-per-node, with the first rank of this machine. A single rank runs in this
-    process."""
+    """Return the launch for --nproc-per-node, with the first rank of this machine, or None without the flag. A single
+    rank is not started but runs in this process."""
     if flags.nproc_per_node is None:
         return None
     here = flags.nproc_per_node or torch.cuda.device_count() or 2
@@ -140,8 +140,8 @@ def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:
 
 
 def _from_variables(environ: Environment) -> Launch | None:
-    """Read the variables of torchrun or MPI. MPI gives no rendezvous address: it is this machine if all ranks are on
-    it, otherwise the first machine in Slurm's list."""
+    """Read the variables of torchrun or MPI, or return None without them. MPI gives no rendezvous address: the ranks
+    use this machine if all of them are on it, and otherwise the first machine in Slurm's list."""
     for names in VARIABLES:
         if names[0] in environ and names[1] in environ:
             rank, world, *local = (_number(environ, name) for name in names if name in environ)
@@ -174,16 +174,15 @@ def _from_slurm(environ: Environment) -> Launch | None:
 
 
 def restart_count(environ: Environment = os.environ) -> int:
-    """Return how often the launcher has restarted the ranks: torchrun, or --max-restarts, which sets the same
-    variable."""
+    """Return how often torchrun or --max-restarts has restarted the ranks."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def in_slurm_step(environ: Environment) -> bool:
-    """Return True if srun started this process as one of its tasks.
+    """Return whether srun started this process as one of its tasks.
 
-    A batch script or a shell in an allocation has most of the same variables, but no step of srun. A plain `python`
-    there must run as a single rank.
+    A batch script or a shell in an allocation has most of the variables that a task has. A process that the script or
+    shell starts without srun must be a single rank.
     """
     if "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
         return False
@@ -208,7 +207,7 @@ def _number(environ: Environment, name: str) -> int:
 
 
 def _tcp_address(environ: Environment, host: str, port: str) -> str:
-    """Return tcp://HOST:PORT, or "" if either is unknown. MASTER_ADDR and MASTER_PORT replace `host` and `port`."""
+    """Return tcp://HOST:PORT, or "" if host or port is unknown. MASTER_ADDR and MASTER_PORT replace the arguments."""
     host, port = environ.get("MASTER_ADDR", host), environ.get("MASTER_PORT", port)
     return f"tcp://{host_port(host, port)}" if host and port else ""
 
@@ -239,8 +238,8 @@ def _check_init_method(launch: Launch) -> None:
 
 
 def _job_port(environ: Environment) -> str:
-    """Return a port below the ephemeral ones. All ranks of a job get the same port, and jobs on one node different
-    ones."""
+    """Return the port of a job, below the ephemeral ports. All ranks of a job compute the same port, and other jobs on
+    the machine usually a different one."""
     job = next((environ[name] for name in JOBS if name in environ), None)
     if job is None:
         return DEFAULT_PORT
@@ -248,9 +247,9 @@ def _job_port(environ: Environment) -> str:
 
 
 def _first_slurm_host(environ: Environment) -> str:
-    """Return the first host of Slurm's list, or "": rack1n01 for "rack[1-2]n[01-02],login". Slurm's own tool for this,
-    scontrol, may not be installed."""
+    """Return the first host of Slurm's list, or "" without a list. It is rack1n01 for "rack[1-2]n[01-02],login".
+    Slurm's own tool for such lists, scontrol, may not be installed."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     text = next((environ[name] for name in names if environ.get(name)), "")
-    first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # The pattern ends at a comma outside brackets.
+    first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # up to the first comma outside brackets
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)

@@ -1,8 +1,8 @@
 """Rank, world size and rendezvous of this process, and the heartbeats of all ranks.
 
-Each rank writes a heartbeat to the store every second. The other ranks use it to name a lost rank, which torch does not
-do. If a rank is killed, gloo reports a closed connection to a neighbour, which may have exited because of a third rank.
-`monitored_barrier`, called after that, names a hanging rank only on rank 0, and never a killed rank.
+Each rank writes a heartbeat to the store every second, so that other ranks can name a lost rank. torch does not name
+it: if a rank is killed, gloo reports a closed connection to a neighbour, which may have exited because of a third rank.
+`monitored_barrier` names a hanging rank only on rank 0, and never a killed rank.
 """
 
 import contextlib
@@ -27,21 +27,22 @@ from megatron.gpt2.monitor.incidents import IncidentLog
 
 POLL_INTERVAL = 0.05  # seconds between two reads of the store
 HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats
-LOST_TIMEOUT = 3.0  # If a collective has failed, a rank without a heartbeat for this number of seconds is lost.
-SILENCE_TIMEOUT = 20.0  # A rank without a heartbeat for this number of seconds is lost in any case.
-LEAVE_TIMEOUT = 5.0  # At the end, the store's server waits this number of seconds for the other ranks.
+# A rank is lost if it has sent no heartbeat for this number of seconds: after a collective has failed, and in any case.
+LOST_TIMEOUT = 3.0
+SILENCE_TIMEOUT = 20.0
+LEAVE_TIMEOUT = 5.0  # the seconds that the server of the store waits for other ranks at the end
 LEFT = b"left"
 
 T = TypeVar("T")
 
-# The lost ranks, with the seconds since their last heartbeat. None means that the rank has left.
+# {lost rank: seconds since its last heartbeat, or None if the rank has left}
 LostRanks = Mapping[int, float | None]
 
 
 class MissingRanksError(ValueError):
-    """Some ranks did not join.
+    """Raised if some ranks did not join.
 
-    exit_code: the exit code of the process; 1 with --elastic, so that launchers try again.
+    exit_code: the exit code of the process. With --elastic the program sets it to 1, so that launchers try again.
     """
 
     cause = "missing ranks"  # the name of this error in the incident log
@@ -49,14 +50,17 @@ class MissingRanksError(ValueError):
 
 
 class LostRanksError(MissingRanksError):
-    """Some ranks joined and left before training. The exit code is the same as for ranks that are lost later."""
+    """Raised if ranks have joined and then left before training. The exit code is that of a rank lost later."""
 
     exit_code = 1
 
 
 def run_in_thread(function: Callable[[], T], timeout: float, silence: str) -> T:
-    """Return `function()`, which may wait for a store. Signals end this wait at once, unlike one in torch's C++ code.
-    Raises MissingRanksError(silence) after `timeout` seconds."""
+    """Return the result of `function`, which runs in a thread. Signals end the wait of the caller at once, unlike a
+    wait in torch's C++ code.
+
+    silence: the message of the MissingRanksError that is raised after `timeout` seconds.
+    """
     result: Future[T] = Future()
 
     def run() -> None:
@@ -73,8 +77,8 @@ def run_in_thread(function: Callable[[], T], timeout: float, silence: str) -> T:
 
 
 class TimedStore:
-    """Calls the methods of a store with a time limit. torch's own limits do not end a wait for a store that stops to
-    answer."""
+    """Calls the methods of a store with a time limit of `timeout` seconds. torch's own limits do not apply if the
+    server of the store stops to answer."""
 
     def __init__(self, store: Store, timeout: float) -> None:
         self._store, self._timeout = store, timeout
@@ -88,20 +92,21 @@ class TimedStore:
 class Heartbeat(threading.Thread):
     """A thread that writes this rank's heartbeat to the store and reads those of other ranks.
 
-    store: a store with a separate connection, because the training thread may block on its connection.
-    hosts: the hosts of all ranks.
-    is_first_on_node: the first rank of a machine reads all heartbeats. Other ranks read them only while `reads_all` is
-        set: if all ranks always did, the load of the store would be quadratic.
+    store: a store with a separate connection, because the training thread may block on its own connection.
+    hosts: {rank: host name} of all ranks.
+    is_first_on_node: whether the rank is the first one of its machine. The first rank reads all heartbeats, and other
+        ranks read them only while `reads_all` is set. If all ranks always read all heartbeats, the load of the store
+        would grow with the square of the number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, hosts: Mapping[int, str], *, is_first_on_node: bool) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.store, self.reads_all = store, False
-        self.published_lost: LostRanks | None = None  # what the first rank that noticed a loss wrote into the store
+        self.published_lost: LostRanks | None = None  # the lost ranks that the first rank to notice wrote to the store
         # This thread calls `on_beat` after each heartbeat.
         self.on_beat: Callable[[Store], None] = lambda store: None
         self._hosts, self._key, self._is_first, self._beats = hosts, f"beat/{rank}", is_first_on_node, 0
-        # each rank's last heartbeat and the time at which it changed
+        # {rank: (its last heartbeat, the time at which it was first read)}
         self._last_beats: dict[int, tuple[bytes, float]] = {}
         self._last_read = -math.inf  # the time of the last read
         self._waiting_since = math.inf  # the start of a request to the store that has no answer yet
@@ -115,7 +120,7 @@ class Heartbeat(threading.Thread):
                 self.beat()
             self.store.set(self._key, LEFT.decode())
         except dist.DistError:
-            pass  # The store no longer exists; `lost_ranks` reports it.
+            pass  # The store no longer exists. `lost_ranks` then returns rank 0.
 
     def beat(self) -> None:
         """Write this rank's heartbeat and read the heartbeats of other ranks."""
@@ -124,11 +129,11 @@ class Heartbeat(threading.Thread):
         self.store.set(self._key, str(self._beats))
         ranks = list(self._hosts) if self._is_first or self.reads_all else []
         beats = self.store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
-        # Read the published lost ranks after the heartbeats, but use them first. So a rank that publishes lost ranks
-        # and exits does not count as lost.
+        # Read the published lost ranks after the heartbeats. A rank that publishes lost ranks and then exits must not
+        # count as lost.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
-        # This process was suspended, and the other ranks may have been, too. Their old heartbeats say nothing.
+        # This process was suspended. Other ranks may have been suspended, too, so their silence does not count.
         if time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2:
             self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()
@@ -138,14 +143,13 @@ class Heartbeat(threading.Thread):
         self.on_beat(self.store)
 
     def lost_ranks(self, seconds: float) -> LostRanks:
-        """Return the ranks that have left or sent no heartbeat for `seconds`, as far as this rank reads heartbeats.
-
-        If the store does not answer, this is rank 0, which serves it or is on the same machine.
+        """Return the ranks that have left or sent no heartbeat for `seconds`, among the ranks whose heartbeats this
+        rank reads. If the store does not answer, the lost rank is rank 0, on whose machine the store is.
         """
         now = time.monotonic()
         if not self.store_answers(seconds):
             return {0: now - self._waiting_since}
-        # This process was suspended and has read no heartbeats, so it cannot tell which ranks are lost.
+        # This process was suspended and has read no new heartbeats, so it cannot say which ranks are lost.
         if now - self._last_read > 2 * HEARTBEAT_INTERVAL:
             return {}
         heard = list(self._last_beats.items())
@@ -153,14 +157,14 @@ class Heartbeat(threading.Thread):
         return {rank: silence for rank, silence in silences.items() if silence is None or silence > seconds}
 
     def wait_for_lost_ranks(self) -> LostRanks:
-        """Return the lost ranks after a collective has failed; empty if all ranks send heartbeats.
+        """After a collective has failed, wait for the next heartbeats and return the lost ranks, if any.
 
-        The first rank that notices them publishes them in the store. When this rank exits too, the others do not report
-        it as lost.
+        The first rank that notices lost ranks publishes them in the store, and the other ranks return the published
+        ranks. So they do not report a rank that exits because of a lost rank.
         """
         self.reads_all = True
-        # A rank that has just died is silent for LOST_TIMEOUT at the end of this loop. A rank that is already silent is
-        # the cause, so the loop ends.
+        # At the end of this loop, a rank that has just died has been silent for LOST_TIMEOUT. The loop ends earlier if
+        # a rank has been silent for longer, because this rank is the cause.
         end = time.monotonic() + LOST_TIMEOUT + HEARTBEAT_INTERVAL
         while (
             time.monotonic() < end
@@ -174,7 +178,7 @@ class Heartbeat(threading.Thread):
         return lost if self.published_lost is None else self.published_lost
 
     def store_answers(self, seconds: float) -> bool:
-        """Return True if no request to the store has waited for `seconds`."""
+        """Return whether the store has answered the last request within `seconds`."""
         return time.monotonic() - self._waiting_since < seconds
 
     @property
@@ -200,10 +204,10 @@ class Rendezvous:
     addresses: Mapping[int, str] = field(default_factory=dict)  # the address of each rank, towards rank 0
 
     def gather(self, name: str, rank: int, value: str) -> list[str]:
-        """Gather the `value` of each rank, ordered by rank. Each `name` can be used once.
+        """Gather the `value` of each rank, and return the values in the order of ranks. Each `name` can be used once.
 
-        It waits without a time limit, unlike collectives or the store's `wait`: tokenising can take hours. Raises
-        LostRanksError if a rank has left or sends no heartbeats, and MissingRanksError if the store does not answer.
+        The wait for other ranks has no time limit, because tokenising can take hours. Raises LostRanksError if a rank
+        has left or sends no heartbeats, and MissingRanksError if the store does not answer.
         """
         store = TimedStore(self.store, SILENCE_TIMEOUT)
         store.set(f"{name}/{rank}", value)
@@ -226,12 +230,8 @@ class RankInfo:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    rendezvous: Rendezvous | None = field(
-        default=None, compare=False, repr=False
-    )  # `join_rendezvous` sets the rendezvous.
-    incidents: IncidentLog | None = field(
-        default=None, compare=False, repr=False
-    )  # Only a training program has an incident log.
+    rendezvous: Rendezvous | None = field(default=None, compare=False, repr=False)  # None for a run of one rank
+    incidents: IncidentLog | None = field(default=None, compare=False, repr=False)  # None outside of training
 
     def __post_init__(self) -> None:
         require(
@@ -242,11 +242,11 @@ class RankInfo:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host name of each rank. For a run of one rank there are no names."""
+        """{rank: host name}; empty for a run of one rank."""
         return self.rendezvous.hosts if self.rendezvous is not None else {}
 
     def note(self, kind: str, text: str = "", **details: Any) -> None:
-        """Call `IncidentLog.note` if this rank has an incident log."""
+        """Write a line into the incident log with `IncidentLog.note`, if this rank has an incident log."""
         if self.incidents is not None:
             self.incidents.note(kind, text, **details)
 
@@ -256,10 +256,10 @@ class RankInfo:
             self.rendezvous.store.set("over", str(code))
 
     def leave(self, gone: int = 0) -> None:
-        """Leave the rendezvous, if there is one. The store's server waits at most LEAVE_TIMEOUT seconds for all other
-        ranks.
+        """Leave the rendezvous, if there is one. The rank that serves the store first waits for the other ranks, for at
+        most LEAVE_TIMEOUT seconds.
 
-        gone: number of lost ranks.
+        gone: the number of lost ranks, for which it does not wait.
         """
         rendezvous = self.rendezvous
         if rendezvous is None or rendezvous.heartbeat.is_stopped:
@@ -272,10 +272,8 @@ class RankInfo:
 
 
 def wait_for_others(store: Store, key: str, count: int) -> None:
-    """Count this process under `key`, and wait at most LEAVE_TIMEOUT seconds until `count` processes are counted.
-
-    With a count of 0 it does not wait, because the store may be gone after this process is counted.
-    """
+    """Add 1 to the counter `key` of the store, and wait at most LEAVE_TIMEOUT seconds until the counter is `count`. If
+    `count` is 0, do not wait, because the server may end as soon as this process is counted."""
     end = time.monotonic() + LEAVE_TIMEOUT
     store.add(key, 1)
     while count and store.add(key, 0) < count and time.monotonic() < end:
@@ -288,10 +286,8 @@ def print_status(line: str, kind: str = "error") -> None:
 
 
 def describe_lost(lost: LostRanks, hosts: Mapping[int, str]) -> str:
-    """Describe lost ranks: "rank 2 (b) sent no heartbeat for 60 s and rank 1 (a) left".
-
-    If several ranks are silent, the line gives the shortest silence.
-    """
+    """Describe lost ranks: "rank 2 (b) sent no heartbeat for 60 s and rank 1 (a) left". The time is that of the rank
+    with the newest heartbeat."""
     silent = {rank: seconds for rank, seconds in lost.items() if seconds is not None}
     words = [f"{format_ranks(silent, hosts)} sent no heartbeat for {min(silent.values()):.0f} s"] if silent else []
     if ended := lost.keys() - silent.keys():

@@ -1,16 +1,16 @@
 """Rendezvous: the ranks join a store, exchange their hosts, and later create the process group.
 
-    join_rendezvous         first: all ranks join within --init-timeout, or each joined rank names the missing ones
-    initialize_distributed  when each rank has its device and its data; this has no time limit
+    join_rendezvous         at the start: waits until all ranks have joined, or names the missing ranks
+    initialize_distributed  when each rank has its device and its data: creates the process group
     report_lost_ranks       after a collective has failed: names the lost ranks
-    shutdown_distributed    at the end
+    shutdown_distributed    at the end: destroys the process group
 
-torch's own rendezvous is not enough:
+The rendezvous of torch has these defects:
 
 - If ranks are missing, it prints how many, but not which.
 - If two processes have the same rank or different world sizes, all ranks wait until a timeout or forever.
 - If rank 0 does not answer, it prints 30 lines of C++ frames.
-- With a file:// store left by a killed run, one rank fails and the others hang.
+- With a file:// store that a killed run has left, one rank fails and the other ranks hang.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ from megatron.gpt2.dist.ranks import (
 CONTINUE_HINT = "the run ends here; the same command continues from the last checkpoint"
 OPEN_PORTS = "open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 ALL_JOINED = "all ranks have joined"
-LINK_TIMEOUT = 8.0  # time limit for the test of the connections between machines, in seconds
+LINK_TIMEOUT = 8.0  # seconds for the test of the connections between machines
 SIOCGIFADDR = 0x8915  # Linux's ioctl request for the IPv4 address of an interface
 
-UsableRanks = Callable[[int], int]  # (number of joined ranks) -> number of ranks that the run can use
+UsableRanks = Callable[[int], int]  # (number of ranks that have joined) -> number of ranks that the run can use
 
 
 class StandbyExit(Exception):
-    """The run has ended while this rank was on standby.
+    """Raised on a rank on standby when the run of the other ranks has ended.
 
     code: the exit code of the run.
     """
@@ -75,10 +75,12 @@ class StandbyExit(Exception):
 
 @contextlib.contextmanager
 def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, TCPStore | None]]:
-    """Connect to the store at `launch.init_method`. Yields the store, and its server if `is_server`.
+    """Connect to the store at `launch.init_method`. Yields the store, and its server or None.
 
-    For file:///PATH the server writes its address to the file and removes the file at the end. Raises MissingRanksError
-    if the server does not answer within `launch.timeout`, and ValueError if the address is wrong.
+    For file:///PATH the server writes its address into the file and removes the file at the end. Raises
+    MissingRanksError if the server does not answer within `launch.timeout`, and ValueError if the address is wrong.
+
+    is_server: whether this process serves the store.
     """
     address, end = urlsplit(launch.init_method), time.monotonic() + launch.timeout
     path = Path(launch.init_method.removeprefix("file://")) if address.scheme == "file" else None
@@ -89,7 +91,7 @@ def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, T
             at = "localhost" if path else at[0], server.port
         if server and path:
             atomic_write_text(path, f"{launch.host} {server.port}\n")
-        while True:  # Python's sockets give short error messages.
+        while True:  # Connect with Python's sockets first, because torch prints C++ frames for an error.
             try:
                 if path and not server:
                     host, _, port = path.read_text(encoding="utf-8").partition(" ")
@@ -117,18 +119,18 @@ def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, T
 
 
 def start_store_server(host: str, port: int) -> TCPStore:
-    """Serve a store on `port` (0: any free port), over IPv4, and over IPv6 if `host` has an IPv6 address.
+    """Serve a store on `port` (0: any free port) over IPv4. If `host` has an IPv6 address, serve it over IPv6, too.
+    Raises ValueError if the port is in use.
 
-    Raises ValueError if the port is in use. torch's own server always listens over both and looks up the name of
-    each client. IPv4 clients of such a socket are not in /etc/hosts: with a slow DNS server four ranks needed 5.6
-    s instead of 0.5 s to join.
+    torch's own server always uses both and looks up the name of each client. With a slow DNS server, this made four
+    ranks need 5.6 s instead of 0.5 s to join, because /etc/hosts has no IPv4 clients of an IPv6 socket.
     """
     families: set[int] = set()
     with contextlib.suppress(OSError):
         families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     both = socket.AF_INET6 in families and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    try:  # A Python socket gives a one-line message.
+    try:  # Python's error is one line.
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
     except OSError as error:
         raise ValueError(
@@ -154,17 +156,17 @@ def connect_store(at: tuple[str, int], timeout: float) -> TCPStore:
 
 
 def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankInfo:
-    """Wait until all ranks have joined. Return this process's rank and world size, with the rendezvous.
+    """Wait until all ranks have joined. Return rank and world size of this process, with the rendezvous. A run of one
+    rank has no rendezvous.
 
     Raises MissingRanksError if some ranks do not join within `launch.timeout` seconds, and ValueError for a bad
-    address. A world of one rank has no rendezvous.
+    address.
 
-    usable: given with --elastic; ranks that the run cannot use are on standby until it ends, and then raise
-        StandbyExit.
+    usable: is given with --elastic. Ranks that the run cannot use wait until it ends, and then raise StandbyExit.
     """
     if launch.world_size == 1:
         return launch.rank_info()
-    # The launcher's store is kept when its ranks restart.
+    # torchrun's store still has the keys of earlier starts of the ranks.
     prefix = f"megatron/{launch.restart_count}" if launch.use_agent_store else "megatron"
     with open_store(launch, is_server=launch.rank == 0 and not launch.use_agent_store) as (tcp, server):
         store, address = PrefixStore(prefix, tcp), address_towards(tcp.host)
@@ -193,10 +195,10 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
 
 
 def _wait_for_all_ranks(store: Store, launch: Launch, address: str, *, is_server: bool) -> None:
-    """Add this rank to the store and wait for the result, which is the same on all ranks.
+    """Add this rank to the store and wait until all ranks have joined.
 
-    The last rank to join writes ALL_JOINED. The first rank that finds a missing, repeated or contradicting rank writes
-    an error message, and all ranks raise MissingRanksError with it.
+    The last rank to join writes the result ALL_JOINED. The first rank that finds a missing, repeated or contradicting
+    rank writes an error message instead, and all ranks raise MissingRanksError with this message.
     """
     rank, world = launch.rank, launch.world_size
     end, problem = time.monotonic() + launch.timeout, ""
@@ -226,9 +228,9 @@ def _wait_for_all_ranks(store: Store, launch: Launch, address: str, *, is_server
 
 
 def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) -> str:
-    """Describe the missing ranks.
+    """Return the error message for ranks that did not join.
 
-    hosts: the machines of the ranks that joined.
+    hosts: {rank: host name} of the ranks that joined.
     """
     missing = [rank for rank in range(world_size) if rank not in hosts]
     return (
@@ -238,7 +240,7 @@ def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) 
 
 
 def stand_by(store: Store, launch: Launch) -> int:
-    """Wait without a time limit until the run of the other ranks ends, and return its exit code. Signals end the
+    """Wait without a time limit until the run of the other ranks ends, and return its exit code. Signals end this
     process at once."""
     who = f"rank {launch.rank} ({launch.host})"
     print_status(f"{who} is on standby: the run continues without it (--elastic)", "notice")
@@ -248,21 +250,20 @@ def stand_by(store: Store, launch: Launch) -> int:
             time.sleep(HEARTBEAT_INTERVAL)
         store.add("left", 1)
         return int(store.get("over"))
-    except dist.DistError:  # Rank 0 is lost; a launcher gets time to restart all ranks.
+    except dist.DistError:  # Rank 0 is lost. Give a launcher time to restart all ranks.
         time.sleep(LOST_TIMEOUT + HEARTBEAT_INTERVAL)
         return 1
 
 
 def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set GLOO_SOCKET_IFNAME to the network interface towards the other ranks, unless the user has set it.
+    """Set GLOO_SOCKET_IFNAME to the network interface towards the other ranks, unless the user has set it. Raises
+    ValueError if the user has set it to an interface that this machine does not have.
 
-    gloo uses the address of the host name, which on many systems is a loopback address that other machines cannot
-    reach. NCCL finds an interface by itself.
+    Without the variable, gloo uses the address of the host name. On many systems this is a loopback address that other
+    machines cannot reach. NCCL finds an interface by itself.
 
     own: this machine's address towards rank 0.
     elsewhere: the addresses of ranks on other machines; empty if all ranks are on this machine.
-
-    Raises ValueError if the variable names an interface that this machine does not have.
     """
     interfaces, user_setting = [name for _, name in socket.if_nameindex()], environ.get("GLOO_SOCKET_IFNAME")
     if user_setting is not None:
@@ -277,14 +278,14 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
     if elsewhere:
         address = own.partition("%")[0]  # The scope of an IPv6 address is removed.
         name = next((name for name in interfaces if address in addresses_of(name)), "")
-    else:  # Use the loopback interface: in many containers, looking up the host name fails or warns.
+    else:  # Use the loopback interface, because in many containers gloo cannot look up the host name.
         name = next((name for name in interfaces if name in ("lo", "lo0")), "")
     if name:
         environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address towards `host`, or "" without a route. This sends nothing."""
+    """Return this machine's address towards `host`, or "" without a route. The function sends no packet."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -308,10 +309,10 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.device, timeout_minutes: float) -> None:
-    """Create torch's process group, if there is more than one rank.
+    """Create torch's process group, if the run has several ranks. It waits for other ranks without a time limit.
 
     backend: the result of `device.choose_backend`.
-    timeout_minutes: time limit of a collective; torch's default is 30 minutes.
+    timeout_minutes: the time limit of a collective. torch's default is 30 minutes.
     """
     if rank_info.rendezvous is None:
         assert rank_info.world_size == 1, "join_rendezvous was not called"
@@ -345,9 +346,9 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
 
 
 def node_line(devices: Mapping[int, str], world_size: int) -> str:
-    """Return the line of a machine: "ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
+    """Return the line about the ranks of a machine: "ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
 
-    devices: "device\tkind" of each of its ranks.
+    devices: {rank: "device\tkind"} of the ranks of the machine.
     """
     pairs = [text.split("\t") for text in devices.values()]
     places, kinds = (", ".join(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
@@ -355,8 +356,10 @@ def node_line(devices: Mapping[int, str], world_size: int) -> str:
 
 
 def find_cut_link(rank_info: RankInfo, name: str) -> list[str]:
-    """Return the names of two machines that cannot connect to each other, or []. All ranks call it, with one `name`
-    that is used once. The first rank of each machine listens on a port and tries to connect to the others.
+    """Return the names of two machines that cannot connect to each other, or []. The first rank of each machine listens
+    on a port and tries to connect to the other machines. All ranks must call this function.
+
+    name: a name that is equal on all ranks and used once.
     """
     rendezvous = rank_info.rendezvous
     assert rendezvous is not None
@@ -386,26 +389,27 @@ def find_cut_link(rank_info: RankInfo, name: str) -> list[str]:
 
 
 def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
-    """Watch the heartbeats until this rank leaves. If another rank is silent for SILENCE_TIMEOUT seconds, end the wait
-    for it: with gloo the collectives of this process fail, else the process ends with exit code 1.
+    """Watch the heartbeats until this rank leaves. If another rank is silent for SILENCE_TIMEOUT seconds, let the
+    collectives of this process fail (gloo), or end the process with exit code 1 (NCCL).
 
-    Otherwise this rank would wait for --distributed-timeout-minutes: for a machine that vanishes without closing its
-    connections, and for NCCL kernels, whose peer on the same machine dies. gloo's own `abort` does not end a wait.
+    Without this function, a rank waits for --distributed-timeout-minutes if a machine vanishes without closing its
+    connections, or if an NCCL kernel waits for a rank of the same machine that has died. gloo's own `abort` does not
+    end a wait.
     """
     assert rank_info.rendezvous is not None
     heartbeat = rank_info.rendezvous.heartbeat
     while not heartbeat.is_stopped:
         time.sleep(HEARTBEAT_INTERVAL)
-        has_group = dist.is_initialized()  # No rank may leave before the group exists.
+        has_group = dist.is_initialized()  # Before the group exists, a rank that has left is lost, too.
         silences = heartbeat.lost_ranks(SILENCE_TIMEOUT).values()
         if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in silences):
             continue
         if has_group and backend == "gloo":
             heartbeat.wait_for_lost_ranks()  # Publish the lost ranks before the collectives fail.
             return close_connections(rank_info.rendezvous.store.underlying_store.port)  # type: ignore[attr-defined]
-        time.sleep(LOST_TIMEOUT)  # If a gloo collective fails, the training thread ends the run during this sleep.
+        time.sleep(LOST_TIMEOUT)  # The training thread may end the run during this sleep, if a collective fails.
         if report_lost_ranks(rank_info):
-            os._exit(1)  # Nothing else ends a thread that waits for a GPU or for a connection.
+            os._exit(1)  # No exception can end a thread that waits for a GPU or for a connection.
 
 
 def close_connections(store_port: int) -> None:
@@ -422,10 +426,8 @@ def close_connections(store_port: int) -> None:
 
 
 def report_lost_ranks(rank_info: RankInfo) -> bool:
-    """After a collective has failed, return True if other ranks are lost. One rank of each machine prints the lost
-    ranks.
-
-    If ranks are lost, this process has left the rendezvous.
+    """After a collective has failed, return whether other ranks are lost. If ranks are lost, one rank of each machine
+    prints them, and this process leaves the rendezvous.
     """
     if (
         rank_info.rendezvous is None
@@ -451,8 +453,8 @@ def shutdown_distributed(rank_info: RankInfo) -> None:
 
 @contextlib.contextmanager
 def temporary_group(rank_info: RankInfo) -> Iterator[ProcessGroup]:
-    """Create a gloo process group of all ranks, before the run has its own. The group is destroyed at the end of the
-    context."""
+    """Create a gloo process group of all ranks, and destroy it at the end of the block. The run must not have a process
+    group yet."""
     assert rank_info.rendezvous is not None and dist.group.WORLD is None
     store = PrefixStore("temporary group", rank_info.rendezvous.store)
     dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)

@@ -1,11 +1,12 @@
 """Start programs with several ranks (--nproc-per-node), and run each rank from its command line to its exit code.
 
-torch's elastic agent starts the ranks of this machine, and restarts them if one fails (--max-restarts). The command
-line stays the same, so a run continues from its newest checkpoint. With several machines, the agents join a rendezvous
-before each round, in a store on the first machine. If a machine joins or restarts its ranks, the other ranks finish
-their step, save and restart, too. With --elastic, a round starts with the machines that have joined.
+torch's elastic agent starts the ranks of a machine. If a rank fails, the agent restarts all ranks (--max-restarts) with
+the same command line, so that the run continues from its newest checkpoint. The time between two restarts is a round.
+With several machines, the agents join a rendezvous before each round, in a store on the first machine. If a machine
+joins or restarts its ranks, the other ranks finish their step, save and restart, too. With --elastic, a round starts
+with the machines that have joined.
 
-`NodeAgent` adds to `LocalElasticAgent`: messages for users and for post_mortem, exit codes, time for the other ranks to
+`NodeAgent` adds to `LocalElasticAgent` messages for users and for post_mortem, exit codes, time for the other ranks to
 name a lost rank and to save, and the detection of crash loops.
 """
 
@@ -65,29 +66,30 @@ RankProgram = Callable[[Sequence[str]], int]
 
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
-NO_RESTART = (BAD_INPUT, INTERRUPTED)  # After these exit codes, ranks are not started again.
-CRASH_LOOP_FAILURES = 3  # After this number of failures at one iteration, ranks are not restarted.
-EXIT_TIMEOUT = 6.0  # seconds in which the other ranks name a failed rank, or save
+NO_RESTART = (BAD_INPUT, INTERRUPTED)  # After these exit codes, ranks are not restarted.
+CRASH_LOOP_FAILURES = 3  # After this number of failures at the same iteration, ranks are not restarted.
+EXIT_TIMEOUT = 6.0  # the seconds that other ranks have to name a failed rank, or to save
 STOP_TIMEOUT = 2.0  # A launcher that does not run its signal handler ends after this number of seconds.
-SAVE_TIMEOUT = 600  # seconds in which the ranks finish their step and save when a machine joins
+SAVE_TIMEOUT = 600  # the seconds that the ranks have to finish their step and save when a machine joins
 RESTART_SIGNAL = signal.SIGUSR2  # asks the ranks to finish their step and save
-# The launcher forwards all of these except Ctrl-C.
+# The launcher forwards these signals to its ranks, except SIGINT (Ctrl-C), which the terminal sends to the ranks.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-# Other launchers kill all ranks when the first one ends. A rank that prints an error waits this number of seconds
-# before it exits, in which the other ranks find the same error. The other ranks wait longer, or until SIGTERM.
-LAUNCHER_GRACE = 2.0  # number of seconds
-FIRST_GRACE = 0.5  # seconds in which the first rank of a machine prints its error before other ranks do
+# Other launchers kill all ranks when the first rank exits. So that the other ranks can find the same error, a rank that
+# has printed an error exits after LAUNCHER_GRACE seconds. The other ranks exit on SIGTERM or after SILENT_GRACE
+# seconds.
+LAUNCHER_GRACE = 2.0
 SILENT_GRACE = 10.0
+FIRST_GRACE = 0.5  # the seconds that the first rank of a machine has to print an error before other ranks print it
 
 
 def run_program(program: Program, argv: Sequence[str] | None) -> int:
     """Run `program(argv, rank_info, log)` on each rank that the command line or a launcher starts. Return the exit
-    code.
+    code: that of the program, 1 if another rank was lost, 2 for bad input (one rank prints the error in one line), and
+    130 after Ctrl-C.
 
-    program: a top-level function of a module, which returns its exit code (None is 0). `log` prints a line on rank 0's
-        standard error.
-    argv: None for this process's command line. Exit codes: the program's; 1 if another rank was lost; 2 for bad input,
-        which one rank reports in one line; 130 after Ctrl-C.
+    program: a top-level function of a module, which returns its exit code (None is 0). Its argument `log` is a function
+        that prints a line on the standard error of rank 0.
+    argv: the command line; None for that of this process.
     """
     try:
         return _run(program, sys.argv[1:] if argv is None else argv)
@@ -119,7 +121,7 @@ def _run(program: Program, argv: Sequence[str]) -> int:
 
 def handle_error(error: Exception, rank_info: RankInfo) -> int:
     """Print why `error` ends this rank, and return the exit code: 2 for bad input or a failed rendezvous, 1 if another
-    rank was lost. Raises `error` again if it is a bug in the program."""
+    rank was lost. Raise `error` again if it is a bug in the program."""
     bad_input = isinstance(error, (ValueError, OSError))
     if not bad_input and report_lost_ranks(rank_info):
         return 1
@@ -133,8 +135,8 @@ def handle_error(error: Exception, rank_info: RankInfo) -> int:
 
 
 def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
-    """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Return the exit code, which is
-    2 unless the error has an `exit_code`."""
+    """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Return the attribute
+    `exit_code` of the error, or 2."""
     code, prints = getattr(error, "exit_code", BAD_INPUT), _is_first_error(rank_info)
     if prints:
         where = f" ({os.uname().nodename})" if rank_info.rank else ""
@@ -143,7 +145,7 @@ def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
         if prints:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(LAUNCHER_GRACE)
-        else:  # The first rank leaves first, because the store ends with rank 0.
+        else:  # Leave before the rank that prints, because rank 0 may serve the store.
             exit_on_sigterm(code)
             rank_info.leave()
             time.sleep(SILENT_GRACE)
@@ -153,7 +155,7 @@ def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
 
 
 def _is_first_error(rank_info: RankInfo) -> bool:
-    """Return True on one of the ranks of a machine that have an error, if possible on the first of them."""
+    """Return True on only one of the ranks of a machine that end with an error, if possible on the first rank."""
     rendezvous = rank_info.rendezvous
     if rendezvous is None or rendezvous.heartbeat.is_stopped:
         return rank_info.local_rank == 0
@@ -171,7 +173,7 @@ def _is_first_error(rank_info: RankInfo) -> bool:
 class SaveFolder:
     """The --save folder of a run.
 
-    newest_iteration: returns the iteration of its newest checkpoint, or 0.
+    newest_iteration: a function that returns the iteration of the newest checkpoint, or 0.
     """
 
     path: Path
@@ -181,19 +183,19 @@ class SaveFolder:
 def start_ranks(
     program: RankProgram, argv: Sequence[str], launch: Launch, save_folder: SaveFolder | None = None
 ) -> int:
-    """Run `program(argv)` on `launch.ranks_to_start` ranks of this machine. `launch` describes the first of these
-    ranks.
+    """Run `program(argv)` on `launch.ranks_to_start` ranks of this machine. Return the exit code of the first rank that
+    fails, or 0.
 
-    Return the exit code of the first rank that fails, or 0. If one fails, the others end within EXIT_TIMEOUT seconds,
-    and all ranks are restarted at most `launch.max_restarts` times. SIGTERM and SIGUSR1 are forwarded to the ranks;
-    Ctrl-C reaches them from the terminal.
+    If a rank fails, the others end within EXIT_TIMEOUT seconds, and all ranks are restarted at most
+    `launch.max_restarts` times. SIGTERM, SIGHUP and SIGUSR1 are forwarded to the ranks.
 
     program: a top-level function of a module, which the ranks import. The ranks get torchrun's variables and flags for
         `read_launch`.
-    save_folder: the --save folder of a training program.
+    launch: the launch of the first of these ranks.
+    save_folder: the --save folder of a training program, otherwise None.
     """
     logging.disable(logging.CRITICAL)  # torch prints no tracebacks for a killed rank.
-    # All rounds use one store, because torch's own store may move to a different machine in each round.
+    # All rounds use one store. torch's own store may move to a different machine in each round.
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     with_address = replace(launch, init_method=launch.init_method or "tcp://127.0.0.1:0")
     with open_store(with_address, is_server=launch.rank == 0) as (store, _server):
@@ -209,7 +211,7 @@ def start_ranks(
             pass
         finally:
             logging.disable(logging.NOTSET)
-            # torch has lost these ranks because of an error.
+            # After an error in torch, some ranks may still run.
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
                 process.join(EXIT_TIMEOUT)
@@ -221,7 +223,7 @@ def start_ranks(
 class NodeRendezvous(DynamicRendezvousHandler):
     """torch's rendezvous of the agents. Each machine (node) has one agent."""
 
-    use_agent_store = True  # The ranks use it, too.
+    use_agent_store = True  # The ranks use the store of the agents, too.
 
     _waiting = 0
 
@@ -241,7 +243,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
 
 class NodeAgent(LocalElasticAgent):
-    """The agent that starts, watches and restarts the ranks of this machine.
+    """Starts, watches and restarts the ranks of this machine.
 
     code: the exit code of the launcher.
     """
@@ -275,13 +277,13 @@ class NodeAgent(LocalElasticAgent):
             max_restarts=sys.maxsize,  # `_should_restart` counts the restarts.
             monitor_interval=0.1,
         )
-        # A forked rank imports nothing, which saves half of the time of a short run. Forking does not work on macOS,
-        # and not with CUDA if there is a GPU.
+        # A forked rank imports nothing, which saves half of the time of a short run. Forking does not work on macOS and
+        # with CUDA.
         method = "fork" if sys.platform == "linux" and torch.cuda.device_count() == 0 else "spawn"
         super().__init__(spec, DefaultLogsSpecs(os.devnull), method, exit_barrier_timeout=30.0)
 
     def request_stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal to this process: the ranks save and end, and they are not restarted."""
+        """Handle a signal to the launcher: the ranks save and end, and they are not restarted."""
         self._stop_requested = True
         if not any(process.is_alive() for process in self._processes()):
             raise SystemExit  # SystemExit also ends a launcher that waits for other machines.
@@ -289,7 +291,7 @@ class NodeAgent(LocalElasticAgent):
             self._send(number)
 
     def end_wait(self, number: signal.Signals) -> None:
-        """End this process if `request_stop` cannot, because the main thread waits for a store that does not answer."""
+        """End the launcher if its main thread, which runs `request_stop`, waits for a store that does not answer."""
         time.sleep(STOP_TIMEOUT)
         if not self._stop_requested:
             os._exit(128 + number)
@@ -304,8 +306,8 @@ class NodeAgent(LocalElasticAgent):
         return context._pc.processes if context else []
 
     def _rendezvous(self, group: Any) -> None:
-        """Exchange the machines of a round and set the store's address. Without --elastic, raise MissingRanksError if a
-        machine is missing."""
+        """Learn which machines take part in the round, and set the store's address for the ranks. Without --elastic,
+        raise MissingRanksError if a machine is missing."""
         if self._stop_requested:
             raise SystemExit
         super()._rendezvous(group)
@@ -317,7 +319,7 @@ class NodeAgent(LocalElasticAgent):
             raise MissingRanksError(describe_missing(hosts, launch.world_size, launch))
         group.master_addr, group.master_port = self._store_address
         self._attempt = 1 + max(attempt for _, _, attempt in machines)
-        # torch computes the ranks' TORCHELASTIC_RESTART_COUNT from it.
+        # torch computes TORCHELASTIC_RESTART_COUNT, a variable of the ranks, from this attribute.
         self._remaining_restarts = sys.maxsize - self._attempt
         self._round_start, self._failed = time.time(), None
         self._incidents = self.save_folder and IncidentLog(
@@ -325,7 +327,8 @@ class NodeAgent(LocalElasticAgent):
         )
 
     def _poll_ranks(self, group: WorkerGroup) -> RunResult:
-        """Return torch's result for the ranks: running, failed or finished. If one has failed, first end all others."""
+        """Return torch's result for the ranks: running, failed or finished. If a rank has failed, first end the other
+        ranks."""
         processes = self._processes()
         failed = next((process for process in processes if process.exitcode), None)
         if failed is not None and self._failed is None:
@@ -347,7 +350,7 @@ class NodeAgent(LocalElasticAgent):
         return result
 
     def _stop_workers(self, group: WorkerGroup) -> None:
-        """Stop the ranks before a new round, after they have finished their step and saved."""
+        """Let the ranks finish their step and save, and then stop them before a new round."""
         if group.state == WorkerState.HEALTHY:
             print_status("a machine has joined or restarted its ranks: all ranks restart", "restart")
             end = time.monotonic() + SAVE_TIMEOUT
@@ -357,9 +360,10 @@ class NodeAgent(LocalElasticAgent):
         super()._stop_workers(group)
 
     def _should_restart(self, first: int, codes: dict[int, int]) -> bool:
-        """Record and print how the ranks ended, and return True if they are restarted.
+        """Record and print how the ranks ended. Return whether they are restarted.
 
         first: the rank that failed first.
+        codes: {rank: exit code, or -N if signal N ended the rank}.
         """
         code, limit, save_folder = codes[first], self.launch.max_restarts, self.save_folder
         self.code = code if code >= 0 else 128 - code
@@ -405,7 +409,7 @@ class NodeAgent(LocalElasticAgent):
 
 
 def _end_after_launcher() -> None:
-    """Ask this rank to save and end if its launcher has ended. End the rank after SAVE_TIMEOUT seconds."""
+    """Wait until the launcher has ended. Then ask this rank to save and end, and end it after SAVE_TIMEOUT seconds."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     while os.getppid() == launcher.pid:
@@ -416,13 +420,13 @@ def _end_after_launcher() -> None:
 
 
 def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None:
-    signal.set_wakeup_fd(-1)  # A forked rank inherits the launcher's descriptor.
+    signal.set_wakeup_fd(-1)  # A forked rank has inherited the descriptor of the launcher.
     threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
     logging.disable(logging.NOTSET)
-    if os.environ["RANK"] == "0":  # Rank 0 may read a prompt; multiprocessing has replaced standard input.
+    if os.environ["RANK"] == "0":  # Rank 0 may read prompts, but multiprocessing has replaced standard input.
         sys.stdin = os.fdopen(0, closefd=False)
     try:
         code = program(argv)
@@ -437,7 +441,7 @@ def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None
 def describe_exit(rank: int, code: int) -> str:
     """Describe how a rank ended.
 
-    code: -N if signal N ended it.
+    code: the exit code, or -N if signal N ended the rank.
     """
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} {how}"

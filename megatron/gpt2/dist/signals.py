@@ -1,8 +1,8 @@
 """Stop a run after a step on SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, on every rank after the same step.
 
 The first signal asks the run to finish its step, save and exit. A second signal ends the process at once. A thread
-handles them, because Python runs signal handlers only between two bytecode instructions, and a step can spend minutes
-in one call of torch.
+handles signals, because Python runs signal handlers only between two bytecode instructions, and one call of torch can
+take minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 OUT_OF_TIME = "--exit-duration-in-mins"
 MORE_RANKS = "new ranks (--elastic)"
 FOLDER_LOST = "another run in the --save folder"
-# the reasons to stop; if ranks have different ones, the last of this list is used
+# If ranks have different reasons to stop, the last one in this list is used.
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGHUP", "SIGTERM", "Ctrl-C", FOLDER_LOST)
 _REASON_OF = {
     signal.SIGUSR2: MORE_RANKS,  # sent by the launcher when a machine joins
@@ -40,8 +40,8 @@ REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGHUP: 5.0, signal.SIGTERM: 5.0, 
 class SignalThread:
     """Handles signals in a thread, even while the main thread is inside a call of torch.
 
-    in_thread: called in the thread with each of the signals `numbers`.
-    in_main: the usual handler, which runs later.
+    in_thread: a function that the thread calls with each signal in `numbers`.
+    in_main: the handler that Python calls later in the main thread.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SignalThread:
         self._before = {
             number: signal.signal(number, in_main)
             for number in numbers
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup ignores this signal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup sets SIG_IGN.
         }
         # Python's C-level handler writes the signal number to this socket at once.
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
@@ -80,19 +80,19 @@ class SignalThread:
 
 
 def exit_on_sigterm(code: int) -> SignalThread:
-    """End this process at once with the exit code `code` on SIGTERM. A launcher sends SIGTERM to the other ranks after
-    one has exited, and may report the highest code."""
+    """On SIGTERM, end this process at once with the exit code `code`. A launcher sends SIGTERM to the other ranks after
+    one rank has exited, and may report the highest exit code."""
     return SignalThread([signal.SIGTERM], lambda number: os._exit(code))
 
 
 class StopSignal:
-    """Collects stop requests of all ranks. Call `close` at the end, or `restore` after an error.
+    """Collects the stop requests of all ranks. Call `close` at the end, or `restore` after an error. Every rank must
+    create a StopSignal after it has created the process group.
 
     Each step starts an all-reduce of one CPU integer over a separate gloo group, and reads the result of the previous
-    step. The ranks do not wait for the device, and a request in step i stops all ranks after step i + 1. Every rank
-    must create a StopSignal, after the process group.
+    step. So the ranks do not wait for the device, and a request in step i stops all ranks after step i + 1.
 
-    timeout: the timeout of the gloo group, None for torch's default.
+    timeout: the timeout of the gloo group; None for torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -102,12 +102,12 @@ class StopSignal:
             self._group, self._rank = dist.new_group(backend="gloo", timeout=timeout), dist.get_rank()
         self._shared = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
-        self._first: dict[int, float] = {}  # the time of the first signal of each kind
+        self._first: dict[int, float] = {}  # {signal: the time at which it was sent first}
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._signals = SignalThread(_REASON_OF, self._report, self._request)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Store a stop request. The handler runs in the main thread."""
+        """Store a stop request. Python calls this handler in the main thread."""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C also ends a process that hangs in a library.
         self._requested = max(self._requested, _REASONS.index(_REASON_OF[signal.Signals(number)]))
@@ -135,9 +135,10 @@ class StopSignal:
             os.write(2, f"\n{line}\n".encode())
 
     def agreed(self, reason: str = "") -> str:
-        """Return the reason to stop now, or "". All ranks must call it once per step and get the same result.
+        """Return the reason to stop now, or "". All ranks must call this method once per step, and all get the same
+        result.
 
-        reason: a reason of this rank in addition to signals, such as OUT_OF_TIME. The result may differ between ranks.
+        reason: a reason of this rank to stop, in addition to signals. It may differ between ranks.
         """
         mine = max(self._requested, _REASONS.index(reason))
         if self._group is None:
@@ -154,11 +155,11 @@ class StopSignal:
             self._pending = None
 
     def close(self) -> None:
-        """Finish the last all-reduce, which all ranks have started, and restore the previous handlers."""
+        """Wait for the last all-reduce, which all ranks have started, and restore the previous signal handlers."""
         self._wait()
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous handlers without the last all-reduce. After an error other ranks may not reach the
-        all-reduce."""
+        """Restore the previous signal handlers without waiting for the last all-reduce. After an error, other ranks may
+        not have started it."""
         self._signals.close()

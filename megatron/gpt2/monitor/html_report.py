@@ -1,7 +1,7 @@
 """Write report.html: a self-contained page about a run, made from the files of its --save folder.
 
-Curves are from `metrics.jsonl`, texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`, and
-settings from `config.json`. If a file is missing, its part of the page is empty.
+The page shows the curves of `metrics.jsonl`, the texts of `samples.jsonl`, the events of `history.jsonl` and the
+settings of `config.json`. If a file is missing, its part of the page is empty.
 """
 
 import math
@@ -17,16 +17,17 @@ from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, curve_points, loss_curves
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
-MOST_SAMPLES = 40  # The page has at most this number of samples.
-MAX_NUMBER = 1e15  # Larger numbers are damaged.
+MOST_SAMPLES = 40  # The page shows at most this number of samples.
+MAX_NUMBER = 1e15  # A record with a larger number is damaged.
 
 Records = list[dict[str, Any]]
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `folder`/report.html and return its path.
+    """Write report.html into `folder` and return its path. Raises OSError if the file cannot be written, and ValueError
+    if config.json is damaged.
 
-    Raises OSError if it cannot be written, and ValueError if config.json is damaged.
+    folder: the --save folder.
     """
     path = Path(folder) / REPORT
     atomic_write_text(path, render_page(Path(folder)))
@@ -34,7 +35,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def render_page(folder: Path) -> str:
-    """Return the page as HTML. Raises ValueError if config.json is damaged.
+    """Return the page about a run as HTML. Raises ValueError if config.json is damaged.
 
     folder: the --save folder.
     """
@@ -58,7 +59,7 @@ def render_page(folder: Path) -> str:
         curves=curves,
         no_curves=no_curves,
         samples=samples,
-        shown=samples[::-every][::-1],  # including the last one
+        shown=samples[::-every][::-1],  # including the last sample
         history=history,
         differing=[(flag_name(key), value) for key, value in non_default_values(config).items()],
         flags=[(flag_name(key), value) for key, value in flatten_sections(config.as_dict()).items()]
@@ -69,7 +70,7 @@ def render_page(folder: Path) -> str:
 
 
 def _has_valid_numbers(record: Mapping[str, Any]) -> bool:
-    """Return True if a record of metrics has only numbers that can be plotted. A damaged record may not."""
+    """Return whether a record of metrics has only numbers that can be plotted. A damaged record may have others."""
     return all(
         value is None or isinstance(value, int | float) and abs(value) < MAX_NUMBER
         for name, value in record.items()
@@ -78,7 +79,8 @@ def _has_valid_numbers(record: Mapping[str, Any]) -> bool:
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], Config]:
-    """Return the content of config.json and its `Config`. Raises ValueError with the file name if it is damaged."""
+    """Return the content of config.json, and the `Config` in it. Raises ValueError, which names the file, if the file
+    is damaged."""
     if not path.exists():
         return {}, Config()
     settings = read_json_object(path, MAX_CONFIG_BYTES)
@@ -89,7 +91,7 @@ def _settings(path: Path) -> tuple[dict[str, Any], Config]:
 
 
 def summary_rows(metrics: Records, settings: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the most important numbers as (name, value, remark). The list is empty before the first log line."""
+    """Return the most important numbers of a run as (name, value, remark), or [] before the first log line."""
     trained = [record for record in metrics if "split" not in record]
     if not trained:
         return []
@@ -106,13 +108,13 @@ def summary_rows(metrics: Records, settings: Mapping[str, Any]) -> list[tuple[st
 
 
 def _format_loss(record: Mapping[str, Any]) -> str:
-    """Format a loss. It is "" without a record, and a dash if the loss is not finite."""
+    """Format the loss of a record. The result is "" without a record, and a dash if the loss is not finite."""
     value = record.get("lm_loss")
     return f"{value:.4g}" if value is not None and math.isfinite(value) else "–" * bool(record)
 
 
 def _render_curves(metrics: Records) -> tuple[str, str]:
-    """Return the curves as SVG and "", or "" and the reason why they are missing."""
+    """Return (the curves as SVG, ""), or ("", the reason why there are no curves)."""
     others = {
         "learning rate": curve_points(metrics, "learning_rate"),
         "gradient norm, before clipping": curve_points(metrics, "grad_norm"),

@@ -1,10 +1,10 @@
 """Incident logs of a run: one file per rank and per launcher in the --save folder.
 
-    incidents/rank_00003.jsonl         starts and ends of this rank, and failures that it found, such as a lost rank
-    incidents/launcher_node004.jsonl   how the ranks of this launcher ended, and their restarts
-    ended.json                         the reason of an orderly end
+    incidents/rank_00003.jsonl         starts and ends of rank 3, and failures that it found, such as a lost rank
+    incidents/launcher_node004.jsonl   how the ranks of the launcher on node004 ended, and their restarts
+    ended.json                         why the run ended, if it was not killed
 
-A killed rank writes nothing. The files of the other processes show together what failed first.
+A killed rank cannot write why it ended. The files of all processes together show what failed first.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ OUT_OF_MEMORY = re.compile("can't allocate memory|bad_alloc|CUDA error: out of m
 
 
 class IncidentLog:
-    """Appends lines to incidents/`name`.jsonl in `save_directory`.
+    """Appends lines to incidents/`name`.jsonl in `save_directory`. A line that cannot be written is lost, because
+    logging must not end a run.
 
-    attempt: number of automatic restarts so far.
-    host: the name of the machine, if it is not the host name.
-    `iteration`: the default iteration of a line; the training loop sets it, and it is -1 before. A line that cannot be
-        written is lost, because logging must not end a run.
+    attempt: the number of automatic restarts so far.
+    host: the name of the machine (default: its host name).
+    iteration: the iteration of new lines. The training loop sets it; before training it is -1.
     """
 
     def __init__(self, save_directory: str | Path, name: str, *, attempt: int = 0, host: str = "") -> None:
@@ -62,7 +62,7 @@ class IncidentLog:
         record = {"time": time.time(), **self._always, "iteration": at, "kind": kind, "text": text, **details}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._path.parent.is_symlink():  # The run refuses a folder that is a link.
+            if not self._path.parent.is_symlink():  # The --save folder must have no links to other folders.
                 append_line(self._path, json.dumps(record))
 
     def sync(self) -> None:
@@ -71,22 +71,22 @@ class IncidentLog:
             fsync_path(self._path)
 
     def error(self, error: BaseException) -> None:
-        """Record that `error` ends this process: its message, its cause, and the line of this project that raised
-        it."""
+        """Record that `error` ends this process. The line has the message, the cause, and the line of code that raised
+        the error."""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
         at = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:3000]
         self.note("error", text, at=at, cause=cause_of_error(error))
 
     def refused(self, error: BaseException) -> None:
-        """Record that bad input ended a start. This writes nothing if the folder has no earlier run."""
+        """Record that a run did not start because of bad input. If the folder has no earlier run, write nothing."""
         if self._path.parent.is_dir():
             self.note("refused", str(error), exit_code=2, cause=cause_of_error(error))
 
 
 def cause_of_error(error: BaseException) -> str:
-    """Classify an exception: its own `cause` attribute, if any, or "out of memory", "not finite", "full disk", "another
-    rank" (a collective failed), "bad input" or "program"."""
+    """Return the kind of an exception: its attribute `cause`, if it has one. Otherwise "out of memory", "not finite",
+    "full disk", "another rank" (a collective failed), "bad input" or "program"."""
     if own := getattr(error, "cause", ""):
         return str(own)
     if is_out_of_memory(error):
@@ -101,24 +101,25 @@ def cause_of_error(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a GPU's allocator, torch's CPU allocator (RuntimeError) or Python ran out of memory."""
+    """Return whether `error` says that Python or torch's allocator on a GPU or CPU ran out of memory."""
     is_full = isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
     return is_full or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def rank_file_name(rank: int) -> str:
-    """Return the name of a rank's file, without its suffix."""
+    """Return the name of the incident file of a rank, without its suffix."""
     return f"rank_{rank:05d}"
 
 
-# The fields of an incident, with the values of those that a line does not have. The values also give the types.
+# {field of an incident: its value if a line does not have the field}. A field must have the type of this value.
 INCIDENT_DEFAULTS: dict[str, Any] = {"time": 0.0, "who": "", "kind": "", "text": "", "iteration": -1, "host": "?"}
 INCIDENT_DEFAULTS |= {"attempt": 0, "rank": -1, "ranks": [], "silences": {}, "stack": [], "cut": [], "first": True}
 INCIDENT_DEFAULTS |= {"signal": "", "exit_code": 0, "cause": "", "at": ""}
 
 
 def read_incidents(save_directory: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of all files with all INCIDENT_DEFAULTS, sorted by time. Damaged lines are skipped."""
+    """Return the incidents of all processes, sorted by time. Missing fields get their INCIDENT_DEFAULTS, and damaged
+    lines are skipped."""
     found = [
         INCIDENT_DEFAULTS | record
         for path in sorted((Path(save_directory) / FOLDER).glob("*.jsonl"))
@@ -129,12 +130,11 @@ def read_incidents(save_directory: str | Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records with an iteration from a JSON lines file; none if the file does not exist.
-
-    Damaged lines are skipped, such as a last line that a crash has cut off.
+    """Return the records of a JSON lines file that have an iteration, or [] if the file does not exist. Damaged lines,
+    such as a last line that a crash has cut off, are skipped.
     """
     records = []
-    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():  # The path is not a pipe.
+    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():  # Reading a pipe would block.
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line.decode("utf-8"))
             if isinstance(record, dict) and isinstance(record.get("iteration"), int):
@@ -145,7 +145,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 def write_ended(folder: Path, reason: str, iteration: int, exit_code: int) -> None:
     """Write ended.json into the --save folder, if possible.
 
-    A start removes the file, so a job script that finds no file can tell that the run died. Exit codes are not enough:
+    The start of a run removes the file. If a job script finds no file, the run has died. Exit codes do not show this:
     torchrun returns 1 after SIGTERM even if its workers return 0, and stopped and finished runs both return 0.
 
     reason: FINISHED, or the reason of the stop.

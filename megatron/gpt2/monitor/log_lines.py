@@ -1,7 +1,4 @@
-"""Format the text that a run prints: tables, log lines in Megatron's format and the final report.
-
-`megatron/gpt2/monitor/run_log.py` prints the text and stores the records.
-"""
+"""Functions that format the text that a run prints: tables, log lines in Megatron's format and the final report."""
 
 import math
 import sys
@@ -18,14 +15,14 @@ from data_utils.command_line import align_columns
 WIDTH = 100  # the width of the lines around tables and evaluations
 RULE = "-" * WIDTH
 SHOWN_LOSSES = 6
-UNIGRAM = "unigram entropy of the tokens"  # Any model should have a lower loss than this baseline.
+UNIGRAM = "unigram entropy of the tokens"  # A baseline: every trained model should have a lower loss.
 
 Rows = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """The numbers of a log line, a line of metrics.jsonl. Means are over the iterations since the last log line."""
+    """The numbers of a log line, which metrics.jsonl stores. Means are over the iterations since the last log line."""
 
     iteration: int
     consumed_samples: int
@@ -33,7 +30,7 @@ class IterationRecord:
     learning_rate: float
     loss_scale: float
     grad_norm: float | None  # the norm of the last step, before clipping; None if it was skipped
-    ms_per_iteration: float  # the mean since the last log line
+    ms_per_iteration: float
     tokens_per_second: float  # tokens of all ranks
     mfu: float | None  # fraction of the peak of the devices; None if the peak is unknown
     memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
@@ -69,7 +66,7 @@ class TaskRecord:
 
 def perplexity(nats: float) -> float:
     """Return exp of a mean loss in nats, or inf if exp overflows."""
-    return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709
+    return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709.
 
 
 def align_rows(rows: Rows) -> list[str]:
@@ -78,8 +75,10 @@ def align_rows(rows: Rows) -> list[str]:
 
 
 def start_table(rows: Rows, flags: Rows) -> str:
-    """Return the table at the start of a run: `rows` of (name, value), and the flags that differ from their
-    defaults."""
+    """Return the table at the start of a run.
+
+    rows: (name, value).
+    flags: (flag, value) of the flags that differ from their defaults."""
     lines = [RULE, *align_rows(rows), RULE]
     if flags:
         lines += ["  flags that differ from their defaults:", *align_rows(flags), RULE]
@@ -87,9 +86,9 @@ def start_table(rows: Rows, flags: Rows) -> str:
 
 
 def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: float, skipped: int = 0) -> str:
-    """Return Megatron's log line of an iteration.
+    """Return the log line of an iteration in Megatron's format.
 
-    skipped: number of steps with an overflow since the last line.
+    skipped: the number of skipped steps since the last log line.
     """
     loss = "skipped" if record.lm_loss is None else f"{record.lm_loss:.6E}"
     norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.3f}"
@@ -109,9 +108,9 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
 
 
 def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
-    """Return Megatron's framed line of an evaluation.
+    """Return the framed line of an evaluation in Megatron's format.
 
-    final: whether it is the evaluation after training.
+    final: whether the evaluation follows the last step.
     """
     data = {"valid": "val"}.get(record.split, record.split)
     where = f"the end of training for {data} data" if final else f"iteration {record.iteration}"
@@ -123,9 +122,10 @@ def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
 
 
 def memory_line(device: torch.device, expected: int | None = None) -> str:
-    """Return a line with this rank's memory in MB (2^20 bytes): of the GPU's allocator, or `resident_memory` on a CPU.
+    """Return a line with the memory of this rank in MB (2^20 bytes): that of the GPU's allocator, or `resident_memory`
+    on a CPU.
 
-    expected: expected peak in bytes.
+    expected: the expected peak in bytes.
     """
     sizes = {} if expected is None else {"expected at the peak": expected}
     if device.type == "cuda":
@@ -138,11 +138,11 @@ def memory_line(device: torch.device, expected: int | None = None) -> str:
 
 
 def resident_memory() -> dict[str, int]:
-    """Return "resident" and "peak resident", the current and peak memory of this process in bytes.
+    """Return the current and peak memory of this process in bytes, under "resident" and "peak resident".
 
-    Pages of files (libraries, memory-mapped data) are not counted: the system can drop and reread them, and counts them
-    only for processes that have touched them. Linux has only the peak of all pages, so "peak resident" is that peak
-    minus the pages of files that are resident now.
+    Pages of files (libraries, memory-mapped data) are not counted, because the system can drop them and read them
+    again. Linux reports only the peak of all pages, so "peak resident" is this peak minus the pages of files that are
+    resident now.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -151,14 +151,14 @@ def resident_memory() -> dict[str, int]:
             1024 * int(fields.get(name, "0 kB").split()[0]) for name in ("VmRSS", "VmHWM", "RssFile")
         )
         return {"resident": resident - of_files, "peak resident": peak - of_files}
-    import resource  # Windows does not have this module.
+    import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak resident": peak if sys.platform == "darwin" else 1024 * peak}  # macOS counts bytes.
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this rank's peak memory in bytes: of the GPU's allocator, or `resident_memory` on a CPU."""
+    """Return the peak memory of this rank in bytes: that of the GPU's allocator, or `resident_memory` on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 
@@ -172,12 +172,12 @@ def closing_report(
     plot: str,
     next_commands: Rows,
 ) -> str:
-    """Return the final report: baselines, a text sample, the paths of the files and commands to run next.
+    """Return the report at the end of a run: losses, baselines, text samples, paths of files and commands to run next.
 
-    validation_losses: {iteration: loss, or None if not finite}.
+    validation_losses: {iteration: loss, or None if it is not finite}.
     bits_per_byte: the model's bits per byte on the validation split; None without an evaluation.
-    baselines: {description: bits per byte, or None if not computed}.
-    plot: the path of the PNG, a text plot, or "".
+    baselines: {description: bits per byte, or None if they were not computed}.
+    plot: the path of the image of the loss curve, the curve as text, or "".
     next_commands: (description, command).
     """
     scores = {"this model": bits_per_byte, **baselines}

@@ -1,4 +1,4 @@
-"""Plot the records of a run over the iterations: as an image, as SVG for a web page, or as text without matplotlib."""
+"""Plot the records of a run: as an image, as SVG for a web page, or as text if matplotlib is not installed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron.gpt2.monitor.incidents import read_records
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A curve has at most this number of points. More points are averaged, with a band from minimum to maximum.
+# A plotted curve has at most this number of points. Longer curves are averaged and get a band from minimum to maximum.
 POINTS = 320
-FEW = 40  # The points of a curve with fewer points are marked.
+FEW = 40  # A curve with fewer points gets a marker at each point.
 GREY = "#7d8793"  # This colour is readable on a light and on a dark page.
 BLUE, ORANGE, GREEN = "#3568a8", "#d1642e", "#5b7f3b"
 
@@ -30,7 +30,7 @@ Points = Sequence[tuple[int, float]]
 class Curve:
     """A line of a plot.
 
-    points: (iteration, value), sorted.
+    points: (iteration, value), sorted by iteration.
     colour: a colour of matplotlib.
     """
 
@@ -40,7 +40,9 @@ class Curve:
 
 
 def curve_points(records: Sequence[dict[str, Any]], key: str, split: str | None = None) -> list[tuple[int, float]]:
-    """Return (iteration, value) of the training records, or of the evaluations on `split`, without null values."""
+    """Return (iteration, value) of each record that has a value under `key`.
+
+    split: the split whose evaluations are returned; None for the training records."""
     return [
         (record["iteration"], float(record[key]))
         for record in records
@@ -57,14 +59,14 @@ def loss_curves(records: Sequence[dict[str, Any]]) -> list[Curve]:
 
 
 def draw_figure(panels: dict[str, list[Curve]]) -> Figure:
-    """Draw a panel for each title, below each other. Raises ImportError if matplotlib is not installed."""
+    """Draw a panel for each {title: curves}, one below the other. Raises ImportError if matplotlib is not installed."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # matplotlib then prints no message about its font cache.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     heights = [3.8, *[2.2] * (len(panels) - 1)]
     figure = Figure(figsize=(8, sum(heights)), dpi=120)
-    # A constrained layout would take most of the drawing time.
+    # The margins are fixed, because computing them (constrained layout) takes longer than drawing.
     figure.subplots_adjust(left=0.09, right=0.98, bottom=0.05, top=0.96, hspace=0.45)
     rows = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, curves) in zip(rows, panels.items(), strict=True):
@@ -108,10 +110,8 @@ def as_svg(panels: dict[str, list[Curve]]) -> str:
 
 
 def plot_loss(metrics_path: str | Path, png_path: str | Path, title: str) -> str:
-    """Plot training loss, validation loss and learning rate into `png_path`.
-
-    Return that path, or a text plot without matplotlib. With fewer than two points it returns "", because importing
-    matplotlib takes half a second.
+    """Plot training loss, validation loss and learning rate into the image `png_path`, and return this path. If
+    matplotlib is not installed, return the curve as text. With fewer than two points, return "".
     """
     records = read_records(metrics_path)
     training, validation = loss_curves(records)
@@ -127,7 +127,7 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path, title: str) -> str
 
 
 def ascii_plot(curve: Points, title: str, width: int = 64, height: int = 12) -> str:
-    """Draw the curve with characters. Each column is the mean of the same number of points."""
+    """Draw a curve with characters. Each column shows the mean of an equal number of points."""
     means = [part.mean() for part in np.array_split([value for _, value in curve], min(width, len(curve)))]
     low, high = min(means), max(means)
     grid = [[" "] * len(means) for _ in range(height)]

@@ -23,11 +23,11 @@ from megatron.gpt2.monitor.log_lines import EvaluationRecord, IterationRecord, T
 from megatron.gpt2.monitor.plots import plot_loss
 
 WANDB_ID = "wandb_run_id.txt"
-REPORT_TIME_SHARE = 0.01  # Writing report.html takes at most this share of a run's time.
+REPORT_TIME_SHARE = 0.01  # During a run, writing report.html takes at most this share of the time.
 
 
 class TensorBoard:
-    """Writes TensorBoard event files. Points of an earlier run after `start_iteration` are removed."""
+    """Writes TensorBoard event files. TensorBoard hides points of an earlier run after `start_iteration`."""
 
     def __init__(self, config: Config, start_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -42,9 +42,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases. A run that continues a --save folder also continues its run there.
-
-    The file `wandb_run_id.txt` in the folder has the run's id.
+    """Logs to Weights & Biases. The file `wandb_run_id.txt` in the --save folder has the id of the run there, so that a
+    run that continues from a checkpoint also continues there.
     """
 
     def __init__(self, config: Config, start_iteration: int) -> None:
@@ -73,17 +72,18 @@ class WeightsAndBiases:
         self.close = self._run.finish
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """Send the `numbers` of this step."""
-        self._run.log(dict(numbers), step=iteration)  # wandb ignores repeated steps.
+        """Send the `numbers` of an iteration."""
+        self._run.log(dict(numbers), step=iteration)  # wandb ignores the iterations that a rewound run repeats.
 
 
 MetricWriter = TensorBoard | WeightsAndBiases
 
 
 def open_metric_writers(config: Config, *, start_iteration: int, active: bool) -> list[MetricWriter]:
-    """Open the metric writers that the flags select; none if this rank is not `active`.
+    """Open the metric writers that the flags select, on the active rank. Raises ValueError on every rank if a library
+    is not installed, and on the active rank if a writer cannot start.
 
-    Raises ValueError on every rank if one is not installed, and on the active rank if it cannot start.
+    active: whether this rank writes metrics; on other ranks the list is empty.
     """
     metric_writers: list[MetricWriter] = []
     for flag, wanted, module, writer in (
@@ -100,11 +100,11 @@ def open_metric_writers(config: Config, *, start_iteration: int, active: bool) -
 class RunLog:
     """Prints the lines of a run and writes its records into the --save folder.
 
-    active: False on all ranks but one, where all methods do nothing.
-    start_iteration: later metrics and samples are removed, because these steps are repeated. A run that starts at 0
-        renames the record files of an earlier run.
-    metric_writers: also get the metrics, and are closed at the end.
-    is_owner: returns False when another run has taken the folder; then nothing is written there.
+    active: whether this rank prints and writes. On all other ranks the methods do nothing.
+    start_iteration: the iteration at which the run starts. Metrics and samples of later iterations are removed, because
+        these steps are repeated. A run that starts at 0 renames the record files of an earlier run.
+    metric_writers: writers that also get the metrics. `close` closes them.
+    is_owner: a function that returns False if another run has taken the folder. Then nothing is written there.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class RunLog:
                 drop_records_after(path, start_iteration)
 
     def info(self, text: str) -> None:
-        """Print a line above the progress bar. Warnings and stop reasons are also written to the history."""
+        """Print a line above the progress bar. Lines that begin with WARNING or "stopped" are also written to
+        history.jsonl."""
         if not self.active:
             return
         self.progress.write(text, file=sys.stdout)
@@ -147,7 +148,7 @@ class RunLog:
         self.progress.update()
 
     def rewind(self, iteration: int) -> None:
-        """Return to `iteration`: remove later metrics and samples."""
+        """Set the progress back to `iteration`, and remove later metrics and samples."""
         self.progress.update(iteration - self._iteration)
         self._iteration = iteration
         for name in (METRICS, SAMPLES) if self.active else ():
@@ -184,19 +185,21 @@ class RunLog:
                 append_line(self.directory / name, json.dumps(record, allow_nan=False))
         except OSError as error:  # A full disk, for example, must not end a run.
             if not self._has_warned:
-                self._has_warned = True  # `info` also writes a record, so the flag is set before it.
+                self._has_warned = True  # before `info`, which writes a record, too
                 self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
 
     def sync(self) -> None:
-        """Write the records to the disk. Call this method before a save, so that the records never lack iterations of a
-        checkpoint."""
+        """Flush the records to the disk. If this method is called before a save, the records have all iterations of the
+        checkpoint also after a power failure."""
         # The name "" stands for the folder of these files.
         for name in (METRICS, SAMPLES, HISTORY, "") if self.active else ():
             with contextlib.suppress(OSError):  # There is no record yet, or `_append` has warned about the disk.
                 fsync_path(self.directory / name)
 
     def report(self, *, final: bool = False) -> None:
-        """Write report.html. If it is not the `final` one, this takes at most REPORT_TIME_SHARE of the run's time."""
+        """Write report.html. During the run, skip calls so that writing takes at most REPORT_TIME_SHARE of the time.
+
+        final: whether to write the report in any case."""
         began = time.monotonic()
         if not self.active or began < self._next_report and not final:
             return
@@ -213,10 +216,8 @@ class RunLog:
             return ""
 
     def close(self, title: str = "GPT-2") -> str:
-        """Close the metric writers, write the report and plot the loss.
-
-        Return the path of the plot, a text plot without matplotlib, or "" if there are fewer than two points, the file
-        cannot be written, or the log is already closed.
+        """Close the metric writers, write the report and plot the loss. Return the result of `plot_loss`, or "" if the
+        image cannot be written or the log is already closed.
         """
         if self._closed:
             return ""

@@ -1,7 +1,7 @@
 """Named timers that never wait for the device, and torch's profiler for --profile.
 
-On a GPU a timer is a pair of events in the current stream. They are read with the log line, after the loss, so most
-events are complete. Incomplete events are read with the next line. On a CPU a timer is the host's clock.
+On a GPU a timer records a pair of events in the current stream. The log line reads the events after the loss, when most
+of them are complete. The next log line reads the others. On a CPU a timer reads the host's clock.
 
     with timers("forward"):
         loss = model(tokens)
@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# The log line has the timers in this order. Other names follow in the order of their first use.
+# The order of the timers in the log line. Other timers follow in the order of their first use.
 TIMER_ORDER = ("forward", "backward", "allreduce", "optimizer", "batch generator", "data loader")
-PROFILE_ROWS = 15  # The profiler's table has this number of rows.
+PROFILE_ROWS = 15  # the number of rows of the profiler's table
 
 
 class HostTimer:
-    """Sums the host's time between enter and exit. It is not re-entrant."""
+    """Sums the host's time inside `with` blocks, which must not be nested."""
 
     def __init__(self) -> None:
         self._total = self._started = 0.0
@@ -42,14 +42,14 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """Sums the device's time between enter and exit, with events in the current stream. It is not re-entrant."""
+    """Sums the device's time inside `with` blocks, which must not be nested. It records events in the current
+    stream."""
 
-    is_running = False  # A device timer never runs on the host.
+    is_running = False  # Only host timers measure the time of the host.
 
     def __init__(self) -> None:
-        self._pending: list[list[torch.cuda.Event]] = []  # events at the start and the end of each interval
-        # The events are reused, because creating events is slower than recording them.
-        self._free: list[list[torch.cuda.Event]] = []
+        self._pending: list[list[torch.cuda.Event]] = []  # [start, end] of each interval
+        self._free: list[list[torch.cuda.Event]] = []  # pairs to use again, because creating events is slow
 
     def __enter__(self) -> None:
         pair = self._free.pop() if self._free else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -60,15 +60,15 @@ class DeviceTimer:
         self._pending[-1][1].record()
 
     def take_ms(self) -> float:
-        """Return the milliseconds of the finished intervals since the last call."""
-        finished = sum(end.query() for _, end in self._pending)  # A stream runs in order, so these are the first ones.
+        """Return the milliseconds of the intervals that were completed since the last call."""
+        finished = sum(end.query() for _, end in self._pending)  # A stream completes intervals in order.
         done, self._pending = self._pending[:finished], self._pending[finished:]
         self._free += done
         return sum(start.elapsed_time(end) for start, end in done)
 
 
 class Timers:
-    """Timers by name, for `with timers(name):`, and their log line.
+    """The timers of a run: `with timers(name):` measures the time of its block.
 
     last_ms: the last result of `take_ms`.
     """
@@ -88,7 +88,7 @@ class Timers:
         return [name for name, timer in list(self._timers.items()) if timer.is_running]
 
     def take_ms(self, iterations: int) -> dict[str, float]:
-        """Return the milliseconds per iteration by name, over the `iterations` since the last call."""
+        """Return {name: milliseconds per iteration}, the means over the `iterations` since the last call."""
         assert iterations > 0, "no iteration has run since the last line"
         names = sorted(
             self._timers, key=lambda name: TIMER_ORDER.index(name) if name in TIMER_ORDER else len(TIMER_ORDER)
@@ -97,8 +97,7 @@ class Timers:
         return self.last_ms
 
     def line(self, iterations: int) -> str:
-        """Return the line `time (ms) | forward: 12.34 | backward: 24.68 | ...`, with the average times that `take_ms`
-        returns."""
+        """Return the line `time (ms) | forward: 12.34 | backward: 24.68 | ...` with the result of `take_ms`."""
         return " | ".join(["time (ms)", *(f"{name}: {ms:.2f}" for name, ms in self.take_ms(iterations).items())])
 
 
@@ -112,16 +111,16 @@ def start_profiler(
     folder: Path,
     log: Callable[[str], None],
 ) -> profile | None:
-    """Start torch's profiler, or return None if this run has no iteration to profile.
+    """Start torch's profiler and return it, or return None if this run has no iteration to profile.
 
-    Call its `step` after each iteration, and its `stop` if the run ends before `end`. The iteration before the first
-    one is a warmup. Evaluations between profiled iterations are profiled, too. After the last iteration the profiler
-    writes a Chrome trace into `folder` and logs a table of the slowest operations by self time; on a GPU this is the
-    time of an operation's kernels.
+    Call `step` of the profiler after each iteration, and `stop` if the run ends before `end`. The iteration before the
+    first profiled one is a warmup. Evaluations between profiled iterations are profiled, too. After the last profiled
+    iteration, the profiler writes a Chrome trace into `folder` and logs a table of the slowest operations. The table is
+    sorted by self time; on a GPU this is the time of the kernels of an operation.
 
     iterations: (first, last) of --profile, or ().
-    start, end: the run has iterations `start` + 1 to `end`.
-    log: prints only on rank 0.
+    start, end: the run has the iterations `start` + 1 to `end`.
+    log: a function that prints a line on rank 0 only.
     """
     first, last = (max(iterations[0], start + 1), min(iterations[1], end)) if iterations else (1, 0)
     if first > last:
@@ -130,13 +129,13 @@ def start_profiler(
                 f"WARNING: --profile {iterations[0]} {iterations[1]}: this run has only iterations {start + 1} to {end}"
             )
         return None
-    before = first - start - 1  # The first iterations are not profiled.
+    before = first - start - 1  # number of iterations that are not profiled
     trace = folder / f"profile_{first}-{last}_rank_{rank}.json.gz"
 
     def write(profiled: profile) -> None:
         count = min(profiled.step_num, last - start) - before
         if count > 0:
-            profiled.export_chrome_trace(str(trace))  # The suffix decides the compression.
+            profiled.export_chrome_trace(str(trace))
             table = profiled.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=PROFILE_ROWS)
             (log if rank == 0 else print)(
                 f"the slowest operations of {count} iterations, by self time on the {device.type}:\n{table}\n"

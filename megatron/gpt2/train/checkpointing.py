@@ -1,4 +1,4 @@
-"""Saving the state of a run, and continuing a run from a checkpoint."""
+"""`CheckpointManager` saves the state of a run. `load_checkpoint` continues a run from a checkpoint."""
 
 import json
 import secrets
@@ -42,10 +42,10 @@ from mpu import kernels
 
 
 class CheckpointManager:
-    """Saves a run in its --save folder. Every rank calls its methods at the same steps.
+    """Saves a run in its --save folder. Every rank must call its methods at the same steps.
 
-    lease: the lease of the folder, on rank 0.
-    on_save: called before each save.
+    lease: on rank 0, the lease of the --save folder.
+    on_save: a function that is called before each save.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class CheckpointManager:
         return self._saver.last_error
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank.
-        With --async-save, only start to write and return None; `finish` waits for the result."""
+        """Write a checkpoint of this iteration, and return its folder. If a rank cannot write, log a warning and return
+        None. With --async-save, start to write and return None; `finish` waits for the result."""
         self._before_save()
         return self._saver.save(*self._contents())
 
     def save_locally(self) -> None:
-        """Write a local checkpoint of this iteration, if one is due."""
+        """Write a checkpoint into --local-checkpoint-dir every --local-checkpoint-interval iterations."""
         interval = self._context.config.checkpoint.local_checkpoint_interval
         if self._local is not None and interval is not None and self._progress.iteration % interval == 0:
             self._before_save()
@@ -136,12 +136,13 @@ class CheckpointManager:
         self._saver.finish()
 
     def remove_local(self) -> None:
-        """Remove the local checkpoints, which are older than the last checkpoint or no longer belong to the run."""
+        """Remove the checkpoints in --local-checkpoint-dir, because the --save folder has a newer one or the run was
+        rewound."""
         if self._local is not None:
             self._local.remove()
 
     def close(self) -> None:
-        """Wait for a pending save without a collective, and let other runs use the --save folder."""
+        """Wait for a pending save of this rank, without other ranks, and let other runs use the --save folder."""
         self._saver.close()
         if self._lease is not None:
             self._lease.release()
@@ -153,8 +154,8 @@ class CheckpointManager:
         self._on_save()
 
     def _restore_folder(self) -> None:
-        """If the --save folder was removed or moved, make it again with all that a checkpoint needs. Raises
-        StopRun on every rank if another run has taken the folder."""
+        """If the --save folder was removed or moved, make a new one with config.json and the tokenizer. Raises StopRun
+        on every rank if another run has taken the folder."""
         folder, problem = self._context.save_directory, ""
         try:
             if self._lease is not None:
@@ -174,7 +175,7 @@ class CheckpointManager:
             raise StopRun(problem)
 
     def _contents(self) -> tuple[int, dict[str, dict[str, ShardedTensor]], dict[str, Any]]:
-        """Return the iteration, the files that this rank writes, and the metadata of the manifest (JSON)."""
+        """Return the iteration, the files that this rank writes, and the metadata of the checkpoint (JSON values)."""
         context, state, progress, tokenizer = self._context, self._state, self._progress, self._context.tokenizer
         state.param_gather.finish_param_sync()
         metadata = {
@@ -195,7 +196,7 @@ class CheckpointManager:
 
 
 def lease_save_folder(context: RunContext, rank: int) -> Lease | None:
-    """On rank 0, take the lease of the --save folder and return it; on other ranks return None. Raises FolderInUse on
+    """Take the lease of the --save folder on rank 0 and return it; return None on other ranks. Raises FolderInUse on
     every rank if another run uses the folder, and ValueError if the folder cannot be used."""
     lease, kind, problem = None, "", ""
     if rank == 0:
@@ -212,22 +213,22 @@ def lease_save_folder(context: RunContext, rank: int) -> Lease | None:
 def checkpoint_files(
     state: TrainState, parallel: mpu.ParallelState, config: CheckpointConfig, device: torch.device
 ) -> dict[str, dict[str, ShardedTensor]]:
-    """Return the files that this rank writes, {path in the folder: {tensor name: sharded tensor}}. The states refer to
-    the live tensors."""
+    """Return the files that this rank writes, {path in the checkpoint: {tensor name: sharded tensor}}. The tensors are
+    not copied."""
     specs = mpu.partition_specs(state.model)
     if not state.model.has_embeddings:
-        specs.pop(TIED_WEIGHT, None)  # The first stage saves the tied weight.
+        specs.pop(TIED_WEIGHT, None)  # The first pipeline stage saves the tied weight.
     files: dict[str, dict[str, ShardedTensor]] = {}
     folder, suffix = f"mp_rank_{model_rank_name(parallel)}", f"dp_{parallel.data_parallel_rank:02d}.safetensors"
     layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
     if parallel.data_parallel_rank == 0:
         saved_parameters = [(name, parameter) for name, parameter in state.model.named_parameters() if name in specs]
         files[f"{folder}/model.safetensors"] = sharded_state_dict(parameter_states(saved_parameters), specs, **layout)
-    # Each data-parallel rank has the whole state of the optimizer, or its shard.
+    # Without sharding, all data-parallel ranks have the same state of the optimizer, and the first one saves it.
     if not config.no_save_optim and (parallel.data_parallel_rank == 0 or state.buffer.is_sharded):
         states = (shard for shard in state.optimizer.state_shards() if shard.name in specs)
         shards = sharded_state_dict(states, specs, **layout)
-        # Each kind has its own file, so that files are written and hashed in parallel.
+        # Masters and each moment have separate files, which are written and hashed in parallel.
         for kind in ("master", *MOMENTS):
             files[f"{folder}/{kind}_{suffix}"] = {
                 key: shard for key, shard in shards.items() if key.startswith(f"{kind}.")
@@ -238,7 +239,7 @@ def checkpoint_files(
 
 
 def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
-    """Return the checkpoint that a program would load from the --save folder, or None if no complete one exists."""
+    """Return the checkpoint that a program would load from the --save folder, or None if it has no complete one."""
     try:
         return open_checkpoint(folder)
     except ValueError:
@@ -248,7 +249,7 @@ def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
 def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
     """Return the iteration of the checkpoint that a run would continue, including local checkpoints, or 0 without one.
 
-    one_machine: the run uses only this machine.
+    one_machine: whether all ranks of the run are on this machine.
     """
     save, local = str(config.save), config.local_checkpoint_dir
     newest = loadable_checkpoint(Path(save))
@@ -260,8 +261,9 @@ def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
 def load_checkpoint(
     context: RunContext, parallel: mpu.ParallelState, state: TrainState, log: Log
 ) -> tuple[int, int, int]:
-    """Load model, optimizer and random states from the checkpoint that the run starts from, if there is one. Return its
-    iteration, consumed samples and skipped samples, or zeros. Raises ValueError if the checkpoint does not fit."""
+    """Load model, optimizer and random states from the checkpoint at `context.source`. Return its iteration, consumed
+    samples and skipped samples; zeros without a checkpoint and with --finetune. Raises ValueError if the checkpoint
+    does not fit the run."""
     if context.source is None:
         return 0, 0, 0
     options = context.config.checkpoint
@@ -289,8 +291,8 @@ def load_checkpoint(
 def _load_weights_and_moments(
     context: RunContext, parallel: mpu.ParallelState, state: TrainState, checkpoint: NativeCheckpoint, log: Log
 ) -> list[str]:
-    """Load the weights, and the optimizer's state unless a flag forbids it. Return a description of what a run that
-    continues does not get."""
+    """Load the weights, and the state of the optimizer unless a flag forbids it. Return descriptions of the state that
+    was not loaded."""
     options, optimizer = context.config.checkpoint, state.optimizer
     specs = model_partition_specs(context.config.model, parallel.tensor_model_parallel_size)
     layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
@@ -316,7 +318,8 @@ def _load_weights_and_moments(
 def _load_random_streams(
     context: RunContext, parallel: mpu.ParallelState, checkpoint: NativeCheckpoint, log: Log
 ) -> bool:
-    """Load the states of the random streams, or seed the streams anew. Return whether they were loaded."""
+    """Load the states of the random streams. If the checkpoint has no states for this layout, seed the streams with a
+    new seed. Return whether the states were loaded."""
     if context.config.checkpoint.no_load_rng:
         return False
     if load_rng_state(checkpoint, parallel, context.device):
@@ -334,8 +337,8 @@ def _load_random_streams(
 def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_streams: bool) -> bool:
     """Return whether dropout draws different masks than the run that wrote the checkpoint would have drawn.
 
-    metadata: the checkpoint's metadata.
-    has_streams: whether the random streams were restored.
+    metadata: the metadata of the checkpoint.
+    has_streams: whether the states of the random streams were loaded.
     """
     model_config, train_config = context.config.model, context.config.train
     saved_train = metadata.get("config", {}).get("train", {})

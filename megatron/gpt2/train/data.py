@@ -1,7 +1,7 @@
-"""Batches on the device, and a check that all ranks of a model-parallel group (tensor · pipeline) read the same.
+"""Batches on the device, and a check that all ranks of a model-parallel group (tensor · pipeline) read the same text.
 
-Every rank of the group reads its batches itself, because document lengths are needed on the host. No batch is sent.
-Each rank keeps a checksum of the text that it has read, and the ranks compare their checksums at log lines.
+Every rank reads its batches itself, because document lengths are needed on the host, and no rank sends a batch to
+others. At log lines the ranks compare checksums of the text that they have read.
 Legend: b samples of a step on this rank, s sequence.
 """
 
@@ -25,8 +25,9 @@ class Batch:
     tokens, labels: [b, s] int64.
     mask: [b, s] float32, 0 for tokens without a loss.
     sample_ids: [b] int64, the index of each sample in the run; None in an evaluation.
-    positions: [b, s] int64 under --reset-position-ids.
-    host_tokens: [b, s] int64 on the host under --reset-attention-mask, in which `eod` ends a document.
+    positions: [b, s] int64 with --reset-position-ids, otherwise None.
+    host_tokens: a copy of `tokens` on the host with --reset-attention-mask, otherwise None.
+    eod: the token that ends a document.
     """
 
     tokens: Tensor
@@ -38,8 +39,10 @@ class Batch:
     eod: int = 0
 
     def split(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.PackedSeqParams | None]]:
-        """Split the batch into micro-batches of `size` samples. Return the arguments of the model for each of them.
-        token_weight: [b, s] float32."""
+        """Split the batch into micro-batches of `size` samples. Return the arguments of the model for each micro-batch.
+
+        token_weight: [b, s] float32, the factor of each token's loss.
+        """
         columns = {
             "tokens": self.tokens,
             "labels": self.labels,
@@ -60,8 +63,8 @@ class Batch:
 class TrainingData:
     """The data of a run: the tokenizer, the splits, and the batches of this rank.
 
-    loader: yields training batches, int64 [b, s + 1] on the host, with the sample indices [b]. A thread prepares the
-        batches.
+    loader: yields (token ids, sample ids) of each training step, int64 [b, s + 1] and [b] on the host. A thread reads
+        ahead.
     to_host_tensor: converts a NumPy array to a tensor, in pinned memory if the device is a GPU.
     """
 
@@ -75,12 +78,13 @@ class TrainingData:
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
     def rewind(self, consumed_samples: int, skipped_samples: int) -> None:
-        """Restart the loader after `consumed_samples` consumed and `skipped_samples` skipped samples."""
+        """Continue with the sample that follows `consumed_samples` consumed and `skipped_samples` skipped samples."""
         self.loader.close()
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
     def _read_from(self, consumed_samples: int, skipped: int) -> BatchLoader:
-        """Return a loader of this rank's samples after the first `consumed_samples` + `skipped` samples of the run."""
+        """Return a loader for this rank that begins after the first `consumed_samples` + `skipped` samples of the
+        run."""
         config, parallel, schedule = self._context.config, self._parallel, self._context.batch_schedule
         count = schedule.samples_after_steps(self._context.train_iters) + skipped
         samples, order = self.splits.training_samples(config.train.seed, count)
@@ -101,8 +105,8 @@ class TrainingData:
         )
 
     def to_device(self, token_ids: Tensor, sample_ids: Tensor | None = None) -> Batch:
-        """Build the batch from token ids [b, s + 1] int64 and sample ids [b], both on the host. An entry of -1 is
-        padding: a token that has no weight as a label. The copy from pinned memory is asynchronous."""
+        """Build the batch from token ids [b, s + 1] int64 and sample ids [b], both on the host. The token id -1 is
+        padding, whose loss has no weight. The copy from pinned memory is asynchronous."""
         config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
             self._checksum = zlib.crc32(token_ids.numpy().tobytes(), self._checksum)
@@ -118,7 +122,7 @@ class TrainingData:
 
     def check_batches_match(self, iteration: int) -> None:
         """Raise DamagedData on every rank if ranks of one model-parallel group have read different text so far. Every
-        rank calls this function at the same iteration."""
+        rank must call this function at the same iteration."""
         parallel = self._parallel
         if parallel.model_parallel_size == 1:
             return
@@ -138,8 +142,11 @@ class TrainingData:
 
 
 def document_positions(tokens: Tensor, eod: int) -> Tensor:
-    """tokens [b, s] int64 -> [b, s] int64: the position of each token in its document, or in its sample. The token
-    `eod` ends a document."""
+    """Return the position of each token in its document, [b, s] int64. Positions also begin at 0 in each sample.
+
+    tokens: [b, s] int64.
+    eod: the token that ends a document.
+    """
     positions = torch.arange(tokens.size(1), device=tokens.device)
     first = torch.zeros_like(tokens)
     first[:, 1:] = positions[1:] * (tokens[:, :-1] == eod)
@@ -147,5 +154,5 @@ def document_positions(tokens: Tensor, eod: int) -> Tensor:
 
 
 def pin_tensor(array: np.ndarray) -> Tensor:
-    """Copy `array` into a tensor in pinned memory. The loader's thread calls this function before the step."""
+    """Copy `array` into a tensor in pinned memory."""
     return torch.from_numpy(array).pin_memory()

@@ -18,16 +18,16 @@ from megatron.gpt2.train.trainer import Trainer
 # The temperature is low because the unlikely words of a small model are often wrong. The penalty prevents repetitions
 # ("the class of the class of the class").
 SAMPLING = SamplingParams(max_new_tokens=60, temperature=0.5, top_k=40, repetition_penalty=1.2)
-# xz compresses about 2 MB/s. With a larger corpus the wait at the end of a run would be too long.
-XZ_LIMIT = 32 << 20  # number of bytes
+# The largest text, in bytes, that is compressed at the end of a run. xz compresses about 2 MB/s.
+XZ_LIMIT = 32 << 20
 PROMPT_WORDS = 4
-PROMPT_CHARACTERS = 40  # A prompt has at most this number of characters, for languages without spaces.
+PROMPT_CHARACTERS = 40  # The maximum length of a prompt, for languages without spaces between words.
 
 
 @torch.no_grad()
 def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: int) -> EvaluationRecord:
-    """Compute the mean loss over the first `max_samples` samples of `dataset`. Each target token counts once. Every
-    rank calls this function. Raises DamagedData if ranks of a model-parallel group have read different text."""
+    """Compute the mean loss per token over the first `max_samples` samples of `dataset`. Every rank must call this
+    function. Raises DamagedData if ranks of a model-parallel group have read different text."""
     model, data, parallel = trainer.state.model, trainer.data, trainer.parallel
     model.eval()
     byte_lengths = torch.from_numpy(data.tokenizer.byte_lengths).to(trainer.device)
@@ -42,9 +42,9 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
     ):
         batch = data.to_device(data.to_host_tensor(token_ids))
         (micro_batch,) = batch.split(micro_batch_size, batch.mask)
-        # The result is in nats of a micro-batch.
+        # The losses are sums over a micro-batch, in nats, so `step` is larger than for nats per token.
         nats += sum_losses(trainer.forward_backward.evaluate(micro_batch), step=2.0**-20)
-        if model.has_head:  # Only one pipeline stage counts.
+        if model.has_head:  # Only the last pipeline stage counts tokens.
             tokens += batch.mask.sum()
             size += (byte_lengths[batch.labels] * batch.mask).sum()
     model.train()
@@ -59,10 +59,10 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
 
 
 def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> EvaluationRecord | None:
-    """Evaluate "valid" or "test" over --eval-iters global batches and log the result. With --keep-best, save a
-    checkpoint if it is the best. Return None if the split has no samples or --eval-iters is 0.
+    """Evaluate the split "valid" or "test" over --eval-iters global batches and log the result. With --keep-best, save
+    a checkpoint if the loss is the lowest so far. Return None if the split has no samples or --eval-iters is 0.
 
-    final: whether it is the evaluation after training.
+    final: whether the evaluation follows the last step.
     """
     if split == "valid":
         trainer.hooks.call(Hook.on_evaluate, trainer)
@@ -78,8 +78,9 @@ def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> Ev
 
 
 def sample_text(trainer: Trainer, count: int = 1) -> str:
-    """Continue the prompts of `prompts_from_split`, and log and return the samples, with the prompts in brackets. Every
-    rank must call this function. Only the first rank of each model-parallel group gets the continuations."""
+    """Generate a continuation of each prompt of `prompts_from_split`. Log and return the prompts, in brackets, with
+    their continuations. Every rank must call this function. Only the first rank of each model-parallel group gets the
+    continuations."""
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
     samples = [GenerationRequest([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]
@@ -93,8 +94,8 @@ def sample_text(trainer: Trainer, count: int = 1) -> str:
 
 
 def prompts_from_split(trainer: Trainer, count: int) -> list[str]:
-    """Return the first words of lines in `count` parts of the validation split, or of the training split if there is
-    no validation split."""
+    """Return `count` prompts: the first words of lines at equal distances in the validation split, or in the training
+    split if there is no validation split."""
     splits, tokenizer = trainer.data.splits, trainer.data.tokenizer
     split = splits.valid or splits.train
     prompts: list[str] = []
@@ -106,8 +107,8 @@ def prompts_from_split(trainer: Trainer, count: int) -> list[str]:
 
 
 def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
-    """Return bits per byte of simple compressors, by description, to compare the model with. They are computed on the
-    part of the validation split that the run was evaluated on. The values are None for a long text and for a blend."""
+    """Return {description: bits per byte} of simple compressors, to compare the model with. They compress the part of
+    the validation split on which the run was evaluated. The values are None for long texts and blended data."""
     train_split, valid, tokenizer = trainer.data.splits.train, trainer.data.splits.valid, trainer.data.tokenizer
     if (
         not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset))

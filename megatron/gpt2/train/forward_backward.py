@@ -1,7 +1,7 @@
 """The forward and backward passes of a step, in the order of a pipeline schedule.
 
-`megatron/gpt2/pipeline/schedule.py` builds the schedule as a table. One class runs every schedule. Without a pipeline
-the schedule is forward and backward of one micro-batch after the other.
+`megatron/gpt2/pipeline/schedule.py` builds the schedule as a table of actions: forward (F), backward (B), or weight
+gradients (W) of one micro-batch. Without a pipeline, the schedule is F and B of one micro-batch after the other.
 """
 
 import functools
@@ -34,14 +34,14 @@ class SavedForBackward(NamedTuple):
 
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
-PassKey = tuple[int, int]  # the model chunk and the micro-batch
-MessageKey = tuple[str, int, int]  # "activation" or "gradient", the virtual stage, and the micro-batch
+PassKey = tuple[int, int]  # (model chunk, micro-batch)
+MessageKey = tuple[str, int, int]  # ("activation" or "gradient", virtual stage, micro-batch)
 
 
 class ForwardBackward:
-    """Runs the actions of this pipeline rank. All ranks call the methods of this class at the same steps.
+    """Runs the forward and backward passes of this pipeline rank. All ranks must call its methods at the same steps.
 
-    pipeline_schedule: returns the schedule for a number of micro-batches.
+    pipeline_schedule: a function that returns the schedule for a number of micro-batches.
     micro_batches: the micro-batches of the last step.
     """
 
@@ -70,8 +70,8 @@ class ForwardBackward:
             dist.all_reduce(torch.zeros((), device=state.buffer.params.device), group=self._group)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run forward and backward of all micro-batches. Gradients go to the reducer. Return the loss of each
-        micro-batch, float32 on the device, or a single 0 if another stage has the loss."""
+        """Run forward and backward of all micro-batches. The reducer gets the gradients. Return the loss of each
+        micro-batch, float32 on the device, or a single 0 if another pipeline stage computes the loss."""
         self.micro_batches = micro_batches
         self._losses = []
         self._state.reducer.begin(len(micro_batches))
@@ -85,8 +85,8 @@ class ForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the loss of a micro-batch without gradients, or 0 if another stage has the loss. Calls are pipelined:
-        a stage returns as soon as the next stage has received its output."""
+        """Return the loss of a micro-batch without gradients, or 0 if another pipeline stage computes the loss. A stage
+        returns as soon as the next stage has received its output, so consecutive calls overlap."""
         model = self._state.model
         for layer_range in model.layer_ranges:
             hidden = None
@@ -98,8 +98,8 @@ class ForwardBackward:
         return out if model.has_head else torch.zeros((), device=out.device)
 
     def _communicate(self, step: CommStep) -> None:
-        """Start the sends and receives of a step. First wait for the previous sends and free their tensors. This wait
-        does not make a step longer (`tests/megatron/gpt2/pipeline/test_analysis.py`)."""
+        """Start the sends and receives of one entry of the schedule. First wait for the previous sends and free their
+        tensors. This wait does not make a training step longer (`tests/megatron/gpt2/pipeline/test_analysis.py`)."""
         if not step.sends and not step.receives:
             return
         assert self._group is not None
@@ -116,7 +116,8 @@ class ForwardBackward:
         self._sent = []
 
     def _forward(self, action: Action) -> None:
-        """Run the forward pass of a micro-batch. Keep what its backward needs, and the output that is sent next."""
+        """Run the forward pass of a micro-batch. Store the tensors of its backward pass, and the output for the next
+        stage."""
         virtual_stage, micro_batch = action.model_chunk * self._size + self._rank, action.micro_batch
         arguments = dict(self.micro_batches[micro_batch])
         hidden = None
@@ -136,8 +137,8 @@ class ForwardBackward:
         self._saved_for_backward[action.model_chunk, micro_batch] = saved
 
     def _backward(self, action: Action) -> None:
-        """Run the backward pass of a micro-batch, from the loss or from the gradient that the next stage has sent. Keep
-        the gradient of the input, which is sent next."""
+        """Run the backward pass of a micro-batch, from the loss or from the gradient that the next stage has sent.
+        Store the gradient of the input for the previous stage."""
         virtual_stage, micro_batch = action.model_chunk * self._size + self._rank, action.micro_batch
         saved = self._saved_for_backward.pop((action.model_chunk, micro_batch))
         if virtual_stage < self._last_virtual_stage:
@@ -161,9 +162,9 @@ def _tensor_key(message: P2PMessage) -> MessageKey:
 
 
 class _DeallocateOutput(torch.autograd.Function):
-    """Replaces the output that goes to the next stage by a scalar, so that the output can be freed after it is sent.
-    Before backward, the caller puts the gradient of the next stage into `received_gradient`, and backward starts from
-    it. Megatron has `deallocate_output_tensor` for this."""
+    """Replaces the output for the next stage by a scalar, so that the output can be freed after it is sent. Backward
+    starts from the gradient of the output, which the caller puts into `received_gradient`. Megatron's function for this
+    purpose is `deallocate_output_tensor`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, received_gradient: list[Tensor]) -> Tensor:
@@ -177,7 +178,7 @@ class _DeallocateOutput(torch.autograd.Function):
 
 class WeightGradStore:
     """Delays the weight gradients of all linear layers (zero bubble, arXiv:2401.10241). Backward stores the two factors
-    of each weight gradient, and `pop` multiplies them when the schedule reaches the action W."""
+    of each weight gradient, and the action W of the schedule calls `pop`, which multiplies them."""
 
     def __init__(self, state: TrainState) -> None:
         self._reducer = state.reducer
@@ -192,10 +193,10 @@ class WeightGradStore:
         self._pending.append((name, functools.partial(module.weight_gradient, dy, x)))
 
     def flush(self, key: PassKey) -> None:
-        """Store the pending weight gradients under `key`."""
+        """Store the factors of the last backward pass under `key`."""
         self._stored[key], self._pending = self._pending, []
 
-    @torch.no_grad()  # Gradients are also disabled inside backward.
+    @torch.no_grad()  # as inside backward
     def pop(self, key: PassKey) -> None:
         """Compute the weight gradients of `key` and add them to the reducer."""
         for name, product in self._stored.pop(key):

@@ -19,15 +19,15 @@ from megatron.gpt2.train.not_finite import find_first_not_finite
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 
-READ_DELAY = 4  # number of steps
+READ_DELAY = 4  # the number of steps after which a value is read from the device
 
 
 def train(trainer: Trainer) -> str:
     """Train until the last iteration, or until a stop is requested. Return the reason of the stop, e.g. "SIGTERM", or
-    "" at the end. Every rank stops after the same step.
+    "" after the last iteration. Every rank stops after the same step.
 
-    Raises FloatingPointError if too many steps in a row were skipped, DamagedData if ranks of a model-parallel group
-    have read different text, and StopRun if a hook ends the run.
+    Raises FloatingPointError if too many steps in a row were skipped. Raises DamagedData if ranks of a model-parallel
+    group have read different text, and StopRun if a hook ends the run.
     """
     config, progress, train_iters = trainer.config.train, trainer.progress, trainer.context.train_iters
     trainer.state.model.train()
@@ -110,11 +110,12 @@ def check_skipped_steps(trainer: Trainer, in_a_row: int) -> None:
 
 
 class DelayedScalarReader:
-    """Reads an integer on `device` without stopping the device: each value is returned READ_DELAY calls later.
+    """Reads an integer from `device` while the device works on later steps: each value is returned READ_DELAY calls
+    later.
 
-    A call starts an asynchronous copy of the current value into pinned memory. It returns the value of READ_DELAY calls
-    before, and 0 in the first calls. The host waits only for this old copy, while the device works on later steps. All
-    ranks get the same value at the same step, so they can branch on it.
+    A call starts an asynchronous copy of the current value into pinned memory. The call returns the value of READ_DELAY
+    calls before; the first calls return 0. The host waits only for the old copy. If a value is equal on all ranks, the
+    ranks also read it at the same step, so they can branch on it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,8 +136,7 @@ class DelayedScalarReader:
 
 
 class IterationLogger:
-    """Collects the numbers of the steps since the last log line and writes the line. Between log lines it does not wait
-    for the device."""
+    """Writes a log line every --log-interval iterations. Between log lines it does not wait for the device."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -150,14 +150,14 @@ class IterationLogger:
         self._skipped, self._time = skipped, now
 
     def log_if_due(self) -> int:
-        """Write a log line if one is due. Return how many steps in a row were skipped. The number is equal on all
-        ranks, and may be some steps old, so that no rank waits for its device."""
+        """Write a log line if one is due. Return how many steps in a row were skipped. This number is equal on all
+        ranks. It may be READ_DELAY steps old, because no rank waits for its device."""
         trainer, optimizer, iteration = self._trainer, self._trainer.state.optimizer, self._trainer.progress.iteration
         in_a_row = self._skipped_in_a_row(optimizer.skipped_in_a_row)
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:
             trainer.data.check_batches_match(iteration)
             self.log()
-            # Reading these values needs no extra wait, because the log line has already waited for the device.
+            # This reads the newest value without another wait, because the log line has waited for the device.
             in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))
         return in_a_row
 
@@ -169,11 +169,11 @@ class IterationLogger:
         self._time += time.perf_counter() - start
 
     def log(self) -> None:
-        """Write the log line and the metrics of this iteration. Every rank must call this function. The method waits
-        for the device."""
+        """Write the log line and the metrics of this iteration, and wait for the device. Every rank must call this
+        method."""
         trainer, progress, optimizer = self._trainer, self._trainer.progress, self._trainer.state.optimizer
         iterations, samples = progress.iteration - self._iteration, progress.consumed_samples - self._consumed
-        skipped_in_all = int(optimizer.skipped_steps)  # Reading the number waits for the device.
+        skipped_in_all = int(optimizer.skipped_steps)  # The conversion waits for the device.
         skipped = skipped_in_all - self._skipped
         loss = all_reduce_over_data_and_pipeline([progress.loss_sum], trainer.parallel).item()
         progress.loss_sum.zero_()

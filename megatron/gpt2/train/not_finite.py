@@ -1,8 +1,8 @@
-"""Finds the first tensor that is not finite: after too many skipped steps, the last step is run again and observed.
+"""After too many skipped steps, run the last step again to find the first tensor that is not finite.
 
-Its micro-batches are still in memory, and a skipped step changes no weight. The check costs nothing in a healthy
-run. Each rank checks its weights, the outputs of its layers, and the gradients of its micro-batches before they are
-summed over ranks. The sum would spread a value that is not finite to all ranks.
+The micro-batches of the last step are still in memory, and a skipped step changes no weight. A run without skipped
+steps does no extra work. Each rank checks its weights, the outputs of its layers, and the gradients of its
+micro-batches before they are summed over ranks, because the sum would spread a value that is not finite to all ranks.
 """
 
 import contextlib
@@ -20,15 +20,14 @@ from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.monitor.incidents import FOLDER, rank_file_name
 from megatron.gpt2.train.trainer import Trainer
 
-PHASES = ("weight", "output", "gradient")  # The phases have their order in a step.
-# The arguments are the phase, a name, and a tensor (other objects are ignored).
-Observer = Callable[[str, str, Any], None]
+PHASES = ("weight", "output", "gradient")  # the kinds of observed tensors, in the order of a step
+Observer = Callable[[str, str, Any], None]  # (phase, name, tensor); an object that is not a tensor is ignored
 
 
 def find_first_not_finite(trainer: Trainer) -> str:
     """Run forward and backward of the last step again. Return a text that names the first tensor that is not finite, or
-    "" if all are finite. Every rank must call it, and writes its state into a file in the folder of the incident
-    log."""
+    "" if all tensors are finite. Every rank must call this function. It writes norms and sample indices of this rank
+    into a file in the folder of the incident log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
     seen: list[tuple[str, str]] = []  # names of tensors, in the order of the step
@@ -78,8 +77,8 @@ def find_first_not_finite(trainer: Trainer) -> str:
 
 @contextlib.contextmanager
 def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
-    """Inside, call `observe` for each output of the modules of the model and for each gradient that the reducer gets.
-    Modules inside a compiled layer are not observed."""
+    """Inside the block, call `observe` for each output of a module and for each gradient that the reducer gets. The
+    modules inside a compiled layer are not observed."""
 
     def observed(method: Callable[..., None], name: str, *gradients: Tensor) -> None:
         observe("gradient", name, gradients[-1])

@@ -1,7 +1,6 @@
 """Compares a resumed run with the run that wrote its checkpoint: bit-identical, equal within rounding, or different.
 
-Model shape, tokenizer and schedule are compared elsewhere (`merge_checkpoint` in megatron/gpt2/config/arguments.py). If
-they differ, the run is refused, or a note says which value it uses.
+`merge_checkpoint` in megatron/gpt2/config/arguments.py compares model shape, tokenizer and schedule.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +12,8 @@ from megatron.gpt2.config import Config, flag_name
 from megatron.gpt2.config.arguments import SCHEDULE_KEYS
 from megatron.gpt2.device import library_versions
 
-# A change of one of these keys makes a different training. Fields that concern only the loss scale are left out. A
-# longer run has a different schedule by `train_iters`, see `resume_equivalence`.
+# A change of one of these keys of the metadata makes a different training. `resume_equivalence` compares `train_iters`
+# in addition, because a longer run may have a different schedule.
 TRAINING_KEYS = (
     "data_fingerprint",
     "global_batch_size",
@@ -62,7 +61,7 @@ ROUNDING_KEYS = (
     "computed_by.threads",
 )
 _DEFAULTS = Config().as_dict()
-DISPLAY_NAMES = {  # The other keys are shown as flags.
+DISPLAY_NAMES = {  # {key: its name in the line about a change}; other keys are shown as flags
     "data_fingerprint": "the training data or --split",
     "batch_growth": "how the batch grows:",
     "layout.data_parallel_size": "data-parallel size",
@@ -74,8 +73,8 @@ DISPLAY_NAMES = {  # The other keys are shown as flags.
 
 
 def compute_environment(device: torch.device) -> dict[str, Any]:
-    """Return the software and hardware that compute a step: torch's version, the kernels, and the threads of each rank.
-    On a CPU the number of threads changes the order of sums."""
+    """Return the software and hardware that compute a step: torch's version, the kernels, and on a CPU the number of
+    threads of each rank, which changes the order of sums."""
     if device.type == "cuda":
         versions = library_versions(device)
         libraries = ", ".join(f"{name} {versions[name]}" for name in ("CUDA", "cuDNN", "NCCL"))
@@ -91,10 +90,10 @@ def compute_environment(device: torch.device) -> dict[str, Any]:
 def resume_equivalence(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, not_restored: Sequence[str] = ()
 ) -> str:
-    """Describe how a run with the metadata `current` continues a checkpoint with the metadata `saved`, in a few words.
+    """Describe in a few words how a run with the metadata `current` continues a checkpoint with the metadata `saved`.
 
-    saved: keys may be missing.
-    not_restored: descriptions of the state that was not restored.
+    saved: metadata in which keys may be missing.
+    not_restored: descriptions of the state that was not loaded.
     """
     changes = [*not_restored, *_describe_changes(TRAINING_KEYS, saved, current)]
     config = current["config"]["optimizer"]
@@ -102,7 +101,7 @@ def resume_equivalence(
         changes += _describe_changes(("train_iters",), saved, current)
     if changes:
         return f"a different training from here on ({'; '.join(changes)})"
-    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS compare the saved value.
+    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS has this key, too.
     if rounding := _describe_changes(ROUNDING_KEYS if is_exact else (*ROUNDING_KEYS, *LAYOUT_KEYS), saved, current):
         return f"the same training within rounding ({'; '.join(rounding)})"
     if saved.get("computed_by") is None:
@@ -111,8 +110,9 @@ def resume_equivalence(
 
 
 def _describe_changes(keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Describe each key that both have with different values. If a section of the checkpoint lacks a flag, the flag did
-    not exist yet. Its value was then today's default. In a checkpoint of another program the value is unknown."""
+    """Describe each key that has different values in `saved` and `current`. A flag that a checkpoint of this program
+    lacks is newer than the checkpoint, and counts as if it had its default. A checkpoint of another program is compared
+    only by the keys that it has."""
     is_converted = saved.get("converted_from", "native") != "native"
     changes = []
     for key in keys:
@@ -130,5 +130,5 @@ def _describe_changes(keys: Iterable[str], saved: Mapping[str, Any], current: Ma
 
 
 def _as_flag_value(value: Any) -> Any:
-    """Return `value` as the flag has it, such as bf16 for torch's bfloat16."""
+    """Return `value` as on the command line, such as bf16 for torch's bfloat16."""
     return {None: "not given", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)

@@ -1,9 +1,9 @@
-"""The set-up that each rank does before the process group exists: flags, checkpoint, device, precision, tokenizer, and
-tokenised text. The module also checks that all ranks have made the same decisions.
+"""The set-up of a rank before the process group exists: flags, checkpoint, device, precision, tokenizer, and tokenised
+text. `check_settings_match` later compares the choices of all ranks.
 
-Tokenising can take hours, so it must not count against the time-out of a collective. Each rank reads its own command
-line, looks for a checkpoint in its own file system and chooses the precision for its device. If one rank decided
-differently, it would silently train a different model, or wait for a collective that the other ranks never call.
+The set-up needs no process group, because tokenising can take longer than the time-out of a collective. Each rank reads
+its command line, looks for a checkpoint in its file system and chooses the precision for its device. A rank with a
+different choice would train a different model, or wait for a collective that other ranks never call.
 """
 
 import dataclasses
@@ -47,13 +47,12 @@ from megatron.gpt2.train.resume_equivalence import compute_environment
 
 @dataclass(frozen=True)
 class RunContext:
-    """The decisions and data of a rank before the process group exists.
+    """The settings and data of a rank, which are known before the process group exists.
 
-    `train_iters` and `global_batch_size` differ from those of `config`, which are None if the flags give the length in
-    samples, tokens or epochs, or no global batch size.
-
+    arguments: the command line, merged with the checkpoint.
     config: the flags, with the values that the checkpoint and the tokenizer determine.
     source: the folder to load from, or None to start from random weights.
+    train_iters: the length of the run, also if the flags give it in samples, tokens or epochs.
     resume_metadata: the metadata of the checkpoint that is continued; empty if the run starts at iteration 0.
     hooks: the extensions that the flags choose.
     keeps_freed_memory: whether freed memory stays with the process (`device.set_allocator`).
@@ -78,7 +77,7 @@ class RunContext:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the checkpoint that would be continued is already at the last iteration."""
+        """Whether the checkpoint is already at the last iteration of the run."""
         return self.resume_metadata.get("iteration", 0) >= self.train_iters
 
     @property
@@ -89,7 +88,7 @@ class RunContext:
 
     @cached_property
     def incidents(self) -> IncidentLog:
-        """The incident log of this rank, at the iteration from which the run starts."""
+        """The incident log of this rank. Its default iteration is the one at which the run starts."""
         incident_log = self.rank_info.incidents or IncidentLog(self.save_directory, rank_file_name(self.rank_info.rank))
         incident_log.iteration = self.resume_metadata.get("iteration", 0)
         return incident_log
@@ -106,7 +105,7 @@ class RunContext:
 
     @property
     def num_microbatches(self) -> int:
-        """The number of micro-batches of a rank in a step with the final global batch size."""
+        """The number of micro-batches of each rank in a step with the final global batch size."""
         consumed_samples = self.resume_metadata.get("consumed_samples", 0)
         return self.config.num_microbatches(self.rank_info.world_size, consumed_samples)
 
@@ -121,7 +120,7 @@ class RunContext:
         return -(-self.batch_schedule.samples_after_steps(self.train_iters) // self.global_batch_size)
 
     def metadata(self) -> dict[str, Any]:
-        """Return the settings that determine the numbers of the run, without its layout: metadata of a checkpoint, as
+        """Return the settings that affect the results of the run, without its layout. A checkpoint stores them as
         JSON."""
         return {
             "config": self.config.as_dict(),
@@ -141,11 +140,10 @@ class RunContext:
 
 
 def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunContext:
-    """Do everything up to the tokenised data, without a process group. Raises ValueError or OSError with a one-line
-    message for bad input.
+    """Build the context of a run, from the command line to the tokenised data, without a process group. Raises
+    ValueError or OSError with a one-line message for bad input.
 
-    log: receives a line for each decision, with its reason. Tokenising prints its lines itself, because any rank may do
-        it.
+    log: gets a line for each choice, with its reason. Any rank may tokenise, and it prints its lines itself.
     """
     arguments, checkpoint, source = _resolve_checkpoint(arguments, rank_info, log)
     if checkpoint is not None:
@@ -175,7 +173,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         consumed_samples=consumed_samples,
     )
     if iteration >= train_iters and source is not None:
-        # Every byte of the last checkpoint is checked before the run is reported as finished.
+        # Check the hashes of the last checkpoint before the run is reported as finished.
         checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
         resume_metadata = checkpoint.metadata
@@ -202,7 +200,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
 def _prepare_data(arguments: Arguments, checkpoint: NativeCheckpoint | None, log: Log) -> tuple[Tokenizer, Splits]:
     """Return the tokenizer of the run and the tokenised text."""
     config = arguments.config
-    (train, valid, test), text_key = find_corpora(  # `find_corpora` replaces names of corpora by files.
+    (train, valid, test), text_key = find_corpora(
         {f"--{name}-data": getattr(config.data, f"{name}_data") for name in ("train", "valid", "test")},
         config.data.text_key,
     )
@@ -236,7 +234,7 @@ def _prepare_data(arguments: Arguments, checkpoint: NativeCheckpoint | None, log
 
 
 def _warn_if_decayed(context: RunContext, log: Log) -> None:
-    """Log a warning if the learning rate of a run that continues no longer changes."""
+    """Log a warning if a run continues after the end of its learning rate schedule."""
     optimizer, metadata = context.config.optimizer, context.resume_metadata
     decay = optimizer.warmup_and_decay(context.decay_iters, context.global_batch_size)[1]
     if (
@@ -256,7 +254,7 @@ def _choose_hardware(
     config: Config, rank_info: RankInfo, hooks: Hooks, log: Log
 ) -> tuple[torch.device, torch.dtype, str, bool]:
     """Choose device, dtype, backend, and whether the allocator keeps freed memory. Log each choice with its reason."""
-    # The choice must be made before CUDA is initialised.
+    # CUDA reads these variables when it is initialised.
     devices.set_cuda_variables(config.parallel.tensor_model_parallel_size, deterministic=config.is_deterministic)
     device, why_device = devices.choose_device(config.train.device, rank_info)
     hooks.call(Hook.validate, config, device)
@@ -282,8 +280,9 @@ def _choose_hardware(
 def _resolve_checkpoint(
     arguments: Arguments, rank_info: RankInfo, log: Log
 ) -> tuple[Arguments, NativeCheckpoint | None, str | None]:
-    """Find the checkpoint that the run starts from, in --load, --save or the local folder. Return the arguments, which
-    may now continue --save instead of --load; the checkpoint, opened without reading its tensors; and its folder."""
+    """Find the checkpoint that the run starts from, in --load, --save or --local-checkpoint-dir. Return the arguments,
+    the open checkpoint, and its folder. The returned arguments continue --save instead of --load if an earlier start of
+    this command has saved there."""
     options = arguments.checkpoint
     save, source = str(options.save), options.load or str(options.save)
     if options.load is not None:
@@ -326,17 +325,18 @@ def _resolve_checkpoint(
 
 
 def open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
-    """Open the checkpoint to load. Warnings are suppressed here, because loading prints them."""
+    """Open the newest checkpoint in `folder`, or return None without one. It prints no warnings, because
+    `load_checkpoint` prints them later."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)
 
 
 def _build_tokenizer(
     data: DataConfig, arguments: Arguments, checkpoint: NativeCheckpoint | None, log: Log
 ) -> Tokenizer:
-    """Load the tokenizer of the checkpoint, or build the tokenizer that the flags name. Flags that name files have
-    priority.
+    """Build the tokenizer from the files or the type that the flags name. If they name no files and the checkpoint has
+    a tokenizer, load this tokenizer.
 
-    data: file paths instead of corpus names.
+    data: the flags of the data, with file paths instead of corpus names.
     """
     options, metadata = arguments.checkpoint, checkpoint.metadata if checkpoint is not None else {}
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
@@ -392,7 +392,7 @@ def _build_tokenizer(
 
 
 def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: bool) -> dict[str, Any]:
-    """Return the metadata of a run with its layout.
+    """Return `RunContext.metadata` and the layout of the run.
 
     sharded: whether the optimizer is sharded.
     """
@@ -405,8 +405,8 @@ def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: b
     return {"layout": layout, **context.metadata()}
 
 
-# The flags that may differ between ranks: paths, which may differ between machines, and settings of a single rank. The
-# fingerprints of data and tokenizer compare the contents of the files.
+# The flags that may differ between ranks: paths, and settings of a single rank. The fingerprints of data and tokenizer
+# compare the contents of files.
 MAY_DIFFER = {
     "data.train_data",
     "data.valid_data",
@@ -435,8 +435,8 @@ MAY_DIFFER = {
 
 
 def check_settings_match(context: RunContext, log: Log) -> None:
-    """Raise ValueError on every rank, with the name of the first decision that differs. Log a warning if the ranks run
-    different programs. Every rank must call this function."""
+    """Raise ValueError on every rank if a setting differs between ranks. Log a warning if the source files of the
+    program differ. Every rank must call this function."""
     settings = settings_equal_on_all_ranks(context)
     settings["fingerprint of the training data"] = context.splits.fingerprint
     program = devices.code_hash() if context.rank_info.world_size > 1 else ""
@@ -458,7 +458,7 @@ def check_settings_match(context: RunContext, log: Log) -> None:
 
 
 def settings_equal_on_all_ranks(context: RunContext) -> dict[str, str]:
-    """Return the decisions that must be equal on all ranks. The keys are the names for an error message."""
+    """Return {name for an error message: setting} of the settings that must be equal on all ranks."""
     values = flatten_sections(context.config.as_dict())
     settings = {
         **{flag_name(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},

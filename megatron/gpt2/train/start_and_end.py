@@ -38,9 +38,9 @@ from megatron.gpt2.train.trainer import Trainer
 
 @dataclass
 class ProcessState:
-    """The state of this process that error handling needs.
+    """The objects of this process that error messages need, as far as they exist.
 
-    warnings: lines from the time before the run has a log.
+    warnings: warnings that were printed before the run had a log.
     """
 
     rank_info: RankInfo = field(default_factory=RankInfo)
@@ -50,7 +50,7 @@ class ProcessState:
     warnings: list[str] = field(default_factory=list)
 
     def log(self, line: str) -> None:
-        """Print a line on rank 0, before the run has a log."""
+        """Print a line on rank 0. This method is the log until the run has its own."""
         if self.rank_info.rank == 0 and line:
             print(line, flush=True)
         if line.startswith("WARNING"):
@@ -81,16 +81,17 @@ class ProcessState:
                 "before a checkpoint is read",
             )
             usable = arguments.config.usable_ranks
-        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # joining may change the rank's number
+        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # With --elastic, the rank may change.
         set_threads(self.rank_info)
         self.log(launch.notice)
         return arguments
 
     def exit_code_of(self, error: Exception) -> int:
-        """Print a line with the reason and return the exit code. Raise `error` again if it is a bug of the program."""
+        """Print one line about `error`, which ends the run, and return the exit code. Raise `error` again if it is a
+        bug of the program."""
         trainer, rank_info = self.trainer, self.rank_info
         if self.elastic and isinstance(error, MissingRanksError | FolderInUse):
-            error.exit_code = 1  # A lost machine or network may return, so launchers try again.
+            error.exit_code = 1  # Launchers try again after this code, because a lost machine may return.
         if trainer is not None:
             trainer.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):
@@ -122,7 +123,7 @@ class ProcessState:
 def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     """Record the start in the incident log. Log the start table, and warnings about the data.
 
-    warnings: lines that were printed before the run had a log; they are added to it.
+    warnings: warnings that were printed before the run had a log. They are added to the history of the run.
     """
     context, config, parallel, progress = trainer.context, trainer.config, trainer.parallel, trainer.progress
     if parallel.rank == 0:
@@ -212,7 +213,8 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
 
 
 def repetition_warning(epochs: float, data: DataConfig) -> str:
-    """Return a warning if the training reads the text too often, or "". The size of the built-in corpus is fixed."""
+    """Return a warning if the training reads the text more than four times, or "". There is no warning for the built-in
+    corpus, because the user cannot make it larger."""
     if epochs <= 4 or not (data.train_data or data.data_path):
         return ""
     return (
@@ -222,9 +224,9 @@ def repetition_warning(epochs: float, data: DataConfig) -> str:
 
 
 def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
-    """Return the commands that a user would run next, as (description, command).
+    """Return commands that a user may want to run after a run, as (description, command).
 
-    in_parts: several model-parallel ranks have written the checkpoint.
+    in_parts: whether several model-parallel ranks have written the checkpoint.
     """
     folder = shlex.quote(save)
     longer = f"--load {folder} --save {folder} --train-iters {2 * train_iters}"
@@ -241,10 +243,10 @@ def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[
 def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:
     """Return the report at the end of a run.
 
-    valid: the final evaluation.
-    sample: a generated text.
-    plot: the loss curve as text, or its path.
-    missing: the problem if the last iteration is not saved, else "".
+    valid: the evaluation after the last step; None without one.
+    sample: generated texts.
+    plot: the loss curve as text, or the path of its image.
+    missing: the error message if the last iteration is not saved, otherwise "".
     """
     newest = loadable_checkpoint(trainer.context.save_directory)
     where = " (".join(filter(None, (str(newest.path) if newest else "none", missing))) + ")" * bool(missing)
@@ -268,7 +270,7 @@ def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, 
 
 
 def report_finished(context: RunContext, log: Log) -> int:
-    """Print that the run is already finished. Return the exit code."""
+    """Log that the run of the checkpoint is already finished. Return the exit code 0."""
     iteration = context.resume_metadata["iteration"]
     log(
         f"{context.source} is finished: it is at iteration {iteration} of {context.train_iters}. Give a greater "

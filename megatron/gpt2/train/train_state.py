@@ -1,4 +1,4 @@
-"""Model, gradient buffers and optimizer of a run (`TrainState`), and its counters (`Progress`)."""
+"""`TrainState` has the model, gradient buffers and optimizer of a run. `Progress` has its counters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
 
-# The seeds of data-parallel ranks differ by 65,536, more than any model-parallel size, so no two ranks share a stream.
+# The seeds of data-parallel ranks differ by 65,536, which is more than any model-parallel size. So no two ranks have
+# the same random stream.
 DATA_PARALLEL_STRIDE = 1 << 16
 PIPELINE_STRIDE = 100
 
@@ -68,7 +69,7 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
 
     def count_step(self, samples: int) -> None:
-        """Count a completed step that read `samples` samples over all ranks."""
+        """Count a completed step, which has read `samples` samples over all ranks."""
         self.iteration += 1
         self.consumed_samples += samples
 
@@ -103,8 +104,8 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
 
 
 def attention_lines(context: RunContext, parallel: mpu.ParallelState) -> list[str]:
-    """Choose the kernels of attention. Return lines about the choice, and about dropout that it makes slow or dependent
-    on the layout."""
+    """Choose the kernel of attention. Return lines for the log about the choice, and about attention dropout that is
+    slow or depends on the layout with this kernel."""
     config, device = context.config, context.device
     model, train = config.model, config.train
     choice = choose_attention(
@@ -197,9 +198,8 @@ def build_reducer(
 
 
 def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:
-    """Seed mpu's random streams for a model on `device`. Each pipeline stage has a different seed, as in Megatron. Each
-    data-parallel rank has a different seed because its samples differ; Megatron gave these ranks the same seed in
-    2019."""
+    """Seed the random streams of `mpu` for a model on `device`. Pipeline stages have different seeds, as in Megatron.
+    Data-parallel ranks have different seeds, too, because otherwise their samples would get the same dropout masks."""
     mpu.model_parallel_cuda_manual_seed(
         seed
         + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank

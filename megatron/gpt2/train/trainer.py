@@ -1,4 +1,4 @@
-"""`Trainer` holds everything that a training run has on one rank. `build_trainer` makes it."""
+"""`Trainer` has all objects of a training run on one rank. `build_trainer` builds it."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -34,12 +34,12 @@ from megatron.gpt2.train.train_state import Progress, TrainState, build_train_st
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The parts of a training run. From step to step only `progress` and the tensors of `state` change.
+    """The objects of a training run. A step changes only `progress` and the tensors of `state`.
 
-    context: flags, device, precision and data of the run, known before the process group exists.
+    context: flags, device, precision and data of the run, which are known before the process group exists.
     parallel: the process groups of this rank.
-    forward_backward: runs the forward and backward passes of a step.
-    peak_flops: FLOP/s of one device, and a text that says where the figure is from.
+    forward_backward: a function that runs the forward and backward passes of a step.
+    peak_flops: peak FLOP/s of one device, and a text that says whether it was measured or is that of a datasheet.
     torch_settings: settings of torch that are restored when the run ends.
     hooks: extensions of the run.
     """
@@ -68,12 +68,12 @@ class Trainer:
 
     @property
     def incidents(self) -> IncidentLog:
-        """The incident log of this rank, which helps to find out why a run failed."""
+        """The incident log of this rank, from which `post_mortem` finds out why a run failed."""
         return self.context.incidents
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host name of each rank; empty for a run of one rank."""
+        """{rank: host name}; empty for a run of one rank."""
         return self.context.rank_info.hosts
 
     @property
@@ -82,17 +82,18 @@ class Trainer:
         return self.context.batch_schedule.size(self.progress.consumed_samples)
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Return the model FLOPs utilisation: the FLOP/s that the model needs, divided by the peak of all devices."""
+        """Return the model FLOPs utilisation (MFU) at this speed: the FLOP/s that the model needs, divided by the peak
+        FLOP/s of all devices."""
         flops = self.config.model.flops_per_token(self.config.data.seq_length)
         return tokens_per_second * flops / (self.peak_flops[0] * self.parallel.world_size)
 
     def rewind(self, folder: Path) -> int:
-        """Load the newest checkpoint in `folder`, and skip the samples that the run has read since that iteration.
-        Return the number of these samples. Every rank must call this function."""
+        """Load the newest checkpoint in `folder`, and skip the samples that the run has read since this checkpoint.
+        Return the number of skipped samples. Every rank must call this method."""
         progress, end = self.progress, self.progress.consumed_samples
         self.checkpoints.finish()
         self.state.param_gather.finish_param_sync()
-        # The whole state is loaded: these flags apply only to the checkpoint from which the run started.
+        # These flags apply only to the checkpoint from which the run started. A rewind loads the whole state.
         checkpoint_config = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
         source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=checkpoint_config))
         progress.iteration, progress.consumed_samples, _ = load_checkpoint(
@@ -111,8 +112,8 @@ class Trainer:
         return end - progress.consumed_samples
 
     def close(self) -> None:
-        """End the run after the last step or an error. Stop the threads, unlock the --save folder, and restore signal
-        handlers and torch's settings. The method does not wait for other ranks."""
+        """Stop the threads of the run, unlock the --save folder, and restore signal handlers and torch's settings. The
+        method is called after the last step or an error, and does not wait for other ranks."""
         self.hooks.call(Hook.on_train_end, self)
         self.data.loader.close()
         self.checkpoints.close()
@@ -122,11 +123,10 @@ class Trainer:
 
 
 def build_trainer(context: RunContext, log: Log) -> Trainer:
-    """Make the process groups, the model and its optimizer, and load the checkpoint. Every rank must call this
-    function.
+    """Create the process groups, the model and its optimizer, and load the checkpoint. Every rank must call this
+    function. Raises ValueError on every rank if their flags or files differ.
 
-    log: receives lines until the run has its own log. Raises ValueError on every rank if the ranks cannot train
-    together.
+    log: gets the lines that are logged before the run has its own log.
     """
     device, config = context.device, context.config
     with contextlib.ExitStack() as settings:
@@ -172,8 +172,8 @@ def build_trainer(context: RunContext, log: Log) -> Trainer:
 
 
 def initialize_groups(context: RunContext, log: Log) -> mpu.ParallelState:
-    """Join the process group, unless the calling program has already done so, and make mpu's groups. Raises ValueError
-    on every rank if a rank was started with different flags or files."""
+    """Create torch's process group, if it does not exist, and the groups of `mpu`. Raises ValueError on every rank if a
+    rank was started with different flags or files."""
     if context.device.type == "cuda":
         torch.cuda.set_device(context.device)
     parallel = context.config.parallel
@@ -186,8 +186,8 @@ def initialize_groups(context: RunContext, log: Log) -> mpu.ParallelState:
 
 
 def open_log(context: RunContext, iteration: int, lease: Lease | None) -> RunLog:
-    """Open the log of a run that starts at `iteration`. The rank with the `lease` also renames an earlier run's folder
-    `best` and writes config.json and the tokenizer."""
+    """Open the log of a run that starts at `iteration`. The rank with the `lease` of the --save folder also writes
+    config.json and the tokenizer. If the run is new, it renames the folder `best` of an earlier run."""
     active = lease is not None
     log = RunLog(
         context.save_directory,

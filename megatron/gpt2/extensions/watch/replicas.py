@@ -1,12 +1,13 @@
 """`--check-replicas-interval`: detects bits that flip in memory, and names the rank and the tensor.
 
-Only the optimizer's step changes the training state of a rank (weights, masters, moments), so the state is hashed after
-an update and again before the next one. Replicas of a tensor must also have equal hashes on all their ranks. All
-tensors have replicas on the data-parallel ranks, except masters and moments of a sharded optimizer. Tensors that tensor
-parallelism does not split also have replicas on the tensor-parallel ranks.
+Only the optimizer's step changes the training state of a rank (weights, masters, moments). The state is therefore
+hashed after an update and again before the next update. In addition, the hashes of a tensor must be equal on all ranks
+that have a replica of it. All tensors have replicas on the data-parallel ranks, except masters and moments of a sharded
+optimizer. Tensors that tensor parallelism does not split also have replicas on the tensor-parallel ranks.
 
-A hash is a sum of 64-bit integers modulo 2^64: each integer holds 8 bytes of the tensor, and each row of 64 elements
-has a different odd factor. A single flipped bit always changes the hash, and the order of the sum does not.
+The hash of a tensor is a sum of 64-bit integers modulo 2^64. Each integer is 8 bytes of the tensor, and the integers of
+each row of 64 elements are multiplied by a different odd factor. A single flipped bit always changes the hash. The hash
+does not depend on the order of the sum.
 """
 
 import itertools
@@ -23,13 +24,13 @@ from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train.trainer import Trainer
 
-ROW = 64  # Each parameter and each range that a rank owns starts at a multiple of this number of elements.
+ROW = 64  # Each parameter, and each part that a rank's optimizer updates, starts at a multiple of this.
 
 ElementRanges = Sequence[tuple[int, int]]  # the (start, stop) of each range of elements
 
 
 class StateCorrupted(StopRun):
-    """The training state of a rank differs from the state that its last update left. The message is one line."""
+    """Raised if the training state of a rank has changed between two updates. The message is one line."""
 
     cause = "replica drift"
 
@@ -45,37 +46,38 @@ class ReplicaCheck(Hook):
         """Start from the state of a new model or of a checkpoint."""
         self._optimizer, self._parallel, self._hosts = trainer.state.optimizer, trainer.parallel, trainer.hosts
         self._buffers = list(state_buffers(self._optimizer))
-        # Each hash has a (kind, name), and the ranks that hold a replica of the tensor.
+        # The (kind, name) of the tensor of each hash, and the ranks that have a replica of the tensor.
         self._tensors = [(kind, name) for kind, _, _ in self._buffers for name in self._optimizer.buffer.ranges]
         self._replicas = [self._replicas_of(kind, name) for kind, name in self._tensors]
-        # the largest number of hashes of a rank
+        # The largest number of hashes on any rank.
         self._max_tensors = max(gather_ints(len(self._tensors), trainer.device))
         self._hashes_after_update: Tensor | None = None  # None means that the last update was not hashed.
         self._iteration = trainer.progress.iteration  # the iteration of the last update
         self._last_match = f"iteration {self._iteration}, the start"  # the last time that all replicas were equal
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Hash the updated state every `interval` steps."""
+        """Hash the updated state every --check-replicas-interval steps."""
         self._iteration = trainer.progress.iteration
         if self._iteration % self._interval == 0:
             self._optimizer.param_gather.finish_param_sync()
             self._hashes_after_update = self.hashes()
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Compare the state with its hashes after the last update, if there are any. The method waits for the device.
-
-        Raises StateCorrupted on every rank if the state of any rank has changed or differs from its replicas."""
+        """Compare the state with its hashes after the last update, if it was hashed then. The method waits for the
+        device. Raises StateCorrupted on every rank if the state of any rank has changed or differs from its
+        replicas."""
         if self._hashes_after_update is not None:
             self._verify()
             self._hashes_after_update = None
 
     def on_save(self, trainer: Trainer) -> None:
-        """Check the state before each save, so that no corrupted state is saved."""
+        """Compare the state with its replicas, so that no corrupted state is saved."""
         self._optimizer.param_gather.finish_param_sync()
         self._verify()
 
     def hashes(self) -> Tensor:
-        """Return the hashes of this rank, [tensors] int64, one per kind (weight, master, moments) and parameter."""
+        """Return the hashes of this rank, [number of tensors] int64. For each parameter there is a hash of its weight,
+        its master and each of its moments."""
         device = self._optimizer.buffer.params.device  # Masters may be in host memory.
         return torch.cat([hash_ranges(buffer, parts).to(device) for _, buffer, parts in self._buffers])
 
@@ -104,7 +106,7 @@ class ReplicaCheck(Hook):
         self._last_match = f"iteration {self._iteration}, the last clean hash"
 
     def _replicas_of(self, kind: str, name: str) -> list[int]:
-        """Return the ranks that hold a replica of this tensor, including this rank."""
+        """Return the ranks that have a replica of this tensor, including this rank."""
         buffer, parallel = self._optimizer.buffer, self._parallel
         is_split = getattr(buffer.parameters[name], "model_parallel", False)
         is_sharded = buffer.is_sharded and kind != "weight"
@@ -118,7 +120,7 @@ class ReplicaCheck(Hook):
     def _describe_differences(self, all_hashes: Tensor) -> Iterator[str]:
         """Describe the tensors of this rank that differ from their replicas.
 
-        all_hashes: [ranks, at least tensors].
+        all_hashes: [number of ranks, the largest number of tensors of a rank].
         """
         found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for number, (tensor, ranks) in enumerate(zip(self._tensors, self._replicas, strict=True)):
@@ -135,7 +137,8 @@ class ReplicaCheck(Hook):
 
 
 def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Tensor, ElementRanges]]:
-    """Yield the kind of each 1-D state buffer of this rank, the buffer, and the element range of each parameter."""
+    """Yield (kind, buffer, ranges) of each one-dimensional state buffer of this rank. There is a range of elements for
+    each parameter."""
     buffer = optimizer.buffer
     yield "weight", buffer.params, [(elements.start, elements.stop) for elements in buffer.ranges.values()]
     has_masters = buffer.params.dtype != torch.float32 or buffer.is_offloaded
@@ -146,15 +149,16 @@ def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Ten
             (starts[index] + part.start, starts[index] + part.stop) if parts[index].numel() else (0, 0)
             for index, part, _ in map(buffer.owned_part, buffer.ranges)
         ]
-        # `ParamAndGradBuffer.zeros_like_owned_ranges` puts them next to each other.
+        # `ParamAndGradBuffer.zeros_like_owned_ranges` allocates all parts in one piece.
         yield kind, parts[0].as_strided((starts[-1],), (1,)), owned
 
 
 def hash_ranges(buffer: Tensor, ranges: ElementRanges) -> Tensor:
-    """Return the hash of each range, [ranges] int64, on the buffer's device.
+    """Return the hash of each range, [number of ranges] int64, on the device of `buffer`.
 
-    buffer: its length is a multiple of ROW, its elements have 2 or 4 bytes.
-    ranges: each starts at a multiple of ROW and is hashed up to the next multiple of ROW after its end.
+    buffer: [multiple of ROW], with elements of 2 or 4 bytes.
+    ranges: (start, stop) of elements. Each start is a multiple of ROW, and a range is hashed up to the next multiple of
+        ROW after its end.
     """
     rows = buffer.view(-1, ROW).view(torch.int64).sum(dim=1)
     rows *= torch.arange(1, 2 * len(rows), 2, device=buffer.device)

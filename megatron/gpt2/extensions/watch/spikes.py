@@ -1,10 +1,10 @@
-"""`--rewind-on-spike`: returns to a checkpoint when the loss jumps, and skips the samples since then.
+"""`--rewind-on-spike`: returns to a checkpoint when the loss jumps, and skips the samples since this checkpoint.
 
-PaLM (arXiv:2204.02311, section 5.1) had about 20 loss spikes at irregular times. It restarted about 100 steps before
-each spike and skipped 200 to 500 batches. The spike did not occur again. With other weights, the same batches caused
-no spike. OPT (arXiv:2205.01068, section 2.5) restarted when the loss had diverged. Neither paper gives a threshold. The
-default of 1.5 times the median is far above the usual differences between log lines (some percent), and below a
-diverged loss.
+The training of PaLM (arXiv:2204.02311, section 5.1) had about 20 loss spikes at irregular times. Its authors restarted
+it about 100 steps before each spike and skipped 200 to 500 batches. The spikes did not occur again. The same batches
+caused no spike with other weights. OPT (arXiv:2205.01068, section 2.5) was restarted when the loss had diverged.
+Neither paper gives a threshold. The default of 1.5 times the median is far above the usual differences between log
+lines (some percent), and below a diverged loss.
 """
 
 import statistics
@@ -18,24 +18,24 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.train.trainer import Trainer
 
-WINDOW = 10  # The median is over this number of log lines.
+WINDOW = 10  # The median is over at most this number of log lines.
 MIN_LOSSES = 3  # The median needs at least this number of log lines.
-MAX_REWINDS = 3  # After this number of rewinds in a process, the cause is not in the samples.
+MAX_REWINDS = 3  # A process does not rewind more often, because the cause is probably not in the samples.
 
 
 class SpikeDetector:
     """Compares a loss with the median of the last log lines.
 
-    factor: a loss above factor · median is a spike.
+    factor: a loss above `factor` times the median is a spike.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor, self._losses, self.rewinds = factor, deque[float](maxlen=WINDOW), 0
 
     def median_if_spike(self, loss: float | None) -> float | None:
-        """Return the median if `loss` is a spike and the run may rewind, otherwise None.
+        """Return the median if `loss` is a spike and the run may rewind. Otherwise return None.
 
-        loss: the loss of a log line, or None if all of its steps were skipped.
+        loss: the loss of a log line, or None if all steps since the previous log line were skipped.
         """
         if loss is None:
             return None
@@ -47,7 +47,7 @@ class SpikeDetector:
 
 
 class RewindOnSpike(Hook):
-    """Loads the last checkpoint before a spike, in the same process, and skips the samples since then."""
+    """Loads the last checkpoint before a spike, in the same process, and skips the samples since this checkpoint."""
 
     def __init__(self, config: Config) -> None:
         assert config.train.rewind_on_spike is not None
@@ -55,11 +55,11 @@ class RewindOnSpike(Hook):
         self._last_clean, self._spike = 0, ""
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Treat the loss as normal until a log line shows a spike."""
+        """Count the loss of the first step as normal."""
         self._last_clean = trainer.progress.iteration
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
-        """Check the loss of the log line."""
+        """Check whether the loss of the log line is a spike."""
         if (median := self._detector.median_if_spike(record.lm_loss)) is None:
             self._last_clean = record.iteration
         else:
@@ -71,7 +71,8 @@ class RewindOnSpike(Hook):
         return []
 
     def maybe_rewind(self, trainer: Trainer) -> bool:
-        """Reload the last checkpoint before the spike, if there was one, and skip the samples since then."""
+        """If the log line has shown a spike, load the last checkpoint before it and skip the samples since this
+        checkpoint."""
         if not self._spike:
             return False
         folder, spike, newest = trainer.context.save_directory, f"{trainer.progress.iteration} {self._spike}", -1

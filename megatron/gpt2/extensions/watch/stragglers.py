@@ -1,9 +1,9 @@
 """`--log-straggler`: names ranks that are slower than the others, and the part of the step that is slow.
 
-All ranks take equally long for a step, because they wait for the slowest one. The time that a rank waits is therefore
-subtracted. On a CPU, a thread checks every few milliseconds whether the training thread waits in a collective, and
-counts this time for the timers that run. On a GPU, kernels wait on the device, and this time cannot be measured
-separately. On a GPU only parts without collectives are comparable: the data loader, and forward and backward without
+All ranks take equally long for a step, because they wait for the slowest rank. The waiting time of a rank is therefore
+subtracted. On a CPU, a thread checks every few milliseconds whether the training thread waits in a collective, and adds
+this time to the waiting time of each timer that runs. On a GPU, kernels wait on the device, and the waiting time cannot
+be measured. Only parts without collectives can be compared there: the data loader, and forward and backward without
 tensor parallelism.
 """
 
@@ -26,11 +26,12 @@ from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.monitor.timers import TIMER_ORDER, Timers
 from megatron.gpt2.train.trainer import Trainer
 
-MIN_RATIO = 1.5  # A slow part takes this number of times the median of the other ranks.
-# A slow part is also longer than the median by this share of a step, because the times of short parts vary a lot.
+# A part of a step is slow if its time is above MIN_RATIO times the median of the other ranks, and above the median by
+# MIN_SHARE of the time of a step. The second condition is needed because the times of short parts vary a lot.
+MIN_RATIO = 1.5
 MIN_SHARE = 0.05
-MIN_LINES = 2  # A warning needs this number of log lines in a row, because one may be chance.
-SAMPLE_INTERVAL = 0.003  # the seconds between two samples of the training thread
+MIN_LINES = 2  # A warning needs this number of slow log lines in a row, because a single one may be chance.
+SAMPLE_INTERVAL = 0.003  # the seconds between two checks of the training thread
 
 
 class LogStraggler(Hook):
@@ -64,7 +65,7 @@ class LogStraggler(Hook):
 
 
 class WaitSampler:
-    """Measures, for each timer, how long the thread that creates this object waits for other ranks."""
+    """Measures for each timer how long the training thread, which creates this object, waits for other ranks."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers, self._main = timers, threading.get_ident()
@@ -74,7 +75,8 @@ class WaitSampler:
         self._thread.start()
 
     def take_ms(self, iterations: int) -> dict[str, float]:
-        """Return the waiting time per iteration in milliseconds, over the `iterations` since the last call."""
+        """Return {timer: milliseconds of waiting per iteration}, the means over the `iterations` since the last
+        call."""
         taken, self._seconds = self._seconds, defaultdict(float)
         return {name: 1000 * seconds / iterations for name, seconds in taken.items()}
 
@@ -95,8 +97,8 @@ class WaitSampler:
 
 
 def is_waiting(filename: str, line: int) -> bool:
-    """Return True if a thread whose innermost frame is at this line waits for other ranks: inside torch.distributed, or
-    in a line of this program that calls `.wait(`."""
+    """Return whether a thread whose innermost frame is at this line waits for other ranks: the line is in
+    torch.distributed or calls `.wait(`."""
     return "torch/distributed/" in filename or ".wait(" in linecache.getline(filename, line)
 
 
@@ -108,11 +110,10 @@ class StragglerDetector:
         self._stage_size = parallel.world_size // parallel.pipeline_model_parallel_size
 
     def warnings(self, times_ms: Sequence[Sequence[float]], step_ms: float) -> list[str]:
-        """Return a warning for each rank and part that has been slow for MIN_LINES log lines. Warn again only if the
-        part was not slow in between.
+        """Return a warning for each rank and part that has been slow for exactly MIN_LINES log lines in a row.
 
-        times_ms: [ranks][TIMER_ORDER], milliseconds without waiting.
-        step_ms: the time of a step.
+        times_ms: for each rank, the milliseconds of each timer in TIMER_ORDER, without waiting.
+        step_ms: the milliseconds of a step.
         """
         slow: dict[tuple[int, str], tuple[float, float]] = {}
         for rank, times in enumerate(times_ms):
