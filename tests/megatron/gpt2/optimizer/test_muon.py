@@ -24,7 +24,7 @@ from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, wri
 
 MUON = "--optimizer muon --lr 1e-3"
 QUICK = [LayoutCase(2, 1, 1, 4, SEQUENCE), LayoutCase(1, 1, 2, 4, ZERO_2), LayoutCase(2, 1, 2, 2, SHARDED)]
-MOVES = [exact.ExactCase(data=2, flags=SHARDED), exact.ExactCase(pipeline=2, flags=ZERO_BUBBLE), exact.ExactCase(2)]
+MOVES = [LayoutCase(1, 1, 2, 1, SHARDED), LayoutCase(1, 2, 1, 1, ZERO_BUBBLE), LayoutCase(2, 1, 1, 1)]
 
 
 @pytest.fixture(scope="module")

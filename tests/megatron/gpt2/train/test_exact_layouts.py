@@ -4,7 +4,7 @@ state."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -13,64 +13,50 @@ from megatron.gpt2.formats.compare import compare_tensors
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.evaluate import evaluate
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.test_layouts import FULL, SELECTIVE, SEQUENCE, SHARDED, TWO_CHUNKS, ZERO_BUBBLE
+from tests.megatron.gpt2.train.test_layouts import (
+    FULL,
+    SELECTIVE,
+    SEQUENCE,
+    SHARDED,
+    TWO_CHUNKS,
+    ZERO_BUBBLE,
+    LayoutCase,
+)
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-FLAGS = (
-    "--exact-layouts 4 --global-batch-size 12 --micro-batch-size 1 --attention-dropout 0.1 --hidden-dropout 0.1 "
-    "--hidden-size 64 --num-layers 4 --split 80,20 --clip-grad 0.5"
-)
+FLAGS = "--exact-layouts 4 --global-batch-size 12 --clip-grad 0.5"
 # a scale with which the first steps overflow
 FP16 = f"--precision fp16 --initial-loss-scale {2**21} --loss-scale-window 3"
 
 
-class ExactCase(NamedTuple):
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    flags: str = ""
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-    def command(self, more: str) -> str:
-        return (
-            f"{FLAGS} {more} --model-parallel-size {self.tensor} --pipeline-model-parallel-size {self.pipeline} "
-            f"{self.flags}"
-        )
-
-
+ONE = LayoutCase(1, 1, 1, 1)
 QUICK = [
-    ExactCase(2, flags=SEQUENCE),
-    ExactCase(data=2, flags=f"{SHARDED} {SELECTIVE}"),
-    ExactCase(pipeline=2, flags=f"{ZERO_BUBBLE} {FULL}"),
-    ExactCase(4, flags=f"{SEQUENCE} {SELECTIVE}"),
-    ExactCase(data=3, flags=SHARDED),
+    LayoutCase(2, 1, 1, 1, SEQUENCE),
+    LayoutCase(1, 1, 2, 1, f"{SHARDED} {SELECTIVE}"),
+    LayoutCase(1, 2, 1, 1, f"{ZERO_BUBBLE} {FULL}"),
+    LayoutCase(4, 1, 1, 1, f"{SEQUENCE} {SELECTIVE}"),
+    LayoutCase(1, 1, 3, 1, SHARDED),
 ]
 WIDE = [
-    ExactCase(flags=SELECTIVE),
-    ExactCase(flags=FULL),
-    ExactCase(2, flags=FULL),
-    ExactCase(data=2),
-    ExactCase(pipeline=2),
-    ExactCase(4),
-    ExactCase(1, 2, 2, SHARDED),
-    ExactCase(2, 1, 2, f"{SEQUENCE} {SHARDED}"),
-    ExactCase(2, 2, flags=TWO_CHUNKS),
-    ExactCase(2, 2, flags=f"{SEQUENCE} {FULL}"),
-    ExactCase(data=4, flags=SHARDED),
-    ExactCase(1, 2, 3),
+    LayoutCase(1, 1, 1, 1, FULL),
+    LayoutCase(1, 2, 1, 1),
+    LayoutCase(4, 1, 1, 1),
+    LayoutCase(1, 2, 2, 1, SHARDED),
+    LayoutCase(2, 1, 2, 1, f"{SEQUENCE} {SHARDED}"),
+    LayoutCase(2, 2, 1, 1, TWO_CHUNKS),
+    LayoutCase(2, 2, 1, 1, f"{SEQUENCE} {FULL}"),
+    LayoutCase(1, 2, 3, 1),
 ]  # The layouts of 8 ranks are in 371f5f5:benchmarks/exact_layouts.py.
 
 
 def train(
-    rank: int, world_size: int, folder: Path, name: str, layouts: list[ExactCase], precision: str, count: int
+    rank: int, world_size: int, folder: Path, name: str, layouts: list[LayoutCase], precision: str, count: int
 ) -> list[dict[str, Any]]:
     """Return for each layout the losses, norms and validation loss. Each run is saved in a separate folder."""
     found = []
     for number, layout in enumerate(layouts):
-        trainer = start(rank, world_size, folder, f"{layout.command(precision)} --save {folder}/{name}_{number}")
+        save = f"--save {folder}/{name}_{number}"
+        trainer = start(rank, world_size, folder, f"{layout.command} {FLAGS} {precision} {save}")
         seen = steps(trainer, count)
         seen["evaluation"] = evaluate(trainer, trainer.data.splits.train, "train", 12).lm_loss
         found.append(seen)
@@ -80,11 +66,11 @@ def train(
 
 
 def continue_run(
-    rank: int, world_size: int, folder: Path, layout: ExactCase, precision: str, count: int, continues: bool
+    rank: int, world_size: int, folder: Path, layout: LayoutCase, precision: str, count: int, continues: bool
 ) -> list[float]:
     """Continue a run of other layouts for `count` steps in this layout, and save it."""
     save = f"--save {folder}/moved" + (f" --load {folder}/moved" if continues else "")
-    trainer = start(rank, world_size, folder, f"{layout.command(precision)} {save}")
+    trainer = start(rank, world_size, folder, f"{layout.command} {FLAGS} {precision} {save}")
     losses: list[float] = steps(trainer, count)["loss"]
     trainer.checkpoints.save()
     finish(trainer)
@@ -102,9 +88,9 @@ def assert_same_state(folder: Path, name: str) -> None:
     assert found.equal, [row for row in found.rows if row.max_difference != 0]
 
 
-def assert_equal(folder: Path, layouts: list[ExactCase], precision: str, count: int) -> None:
+def assert_equal(folder: Path, layouts: list[LayoutCase], precision: str, count: int) -> None:
     write_text(folder)
-    (one,) = run_ranks(train, 1, folder, "one", [ExactCase()], precision, count)[0]
+    (one,) = run_ranks(train, 1, folder, "one", [ONE], precision, count)[0]
     learned = [loss for loss, skipped in zip(one["loss"], one["skipped"], strict=True) if not skipped]
     assert learned[0] > learned[-1] + 0.02, "the run must learn something, or equality shows nothing"
     assert (len(learned) < count) == (precision is FP16), "an overflow is a part of what must be equal"
@@ -122,15 +108,15 @@ def test_no_bit_depends_on_the_layout(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("precision, layouts", [("--precision fp32", WIDE), (FP16, QUICK)], ids=["fp32", "fp16"])
-def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts: list[ExactCase]) -> None:
+def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts: list[LayoutCase]) -> None:
     """`371f5f5:benchmarks/exact_layouts.py` has run all of them in fp32 over 30 steps."""
     assert_equal(tmp_path, layouts, precision, 5)
 
 
-def assert_moves(folder: Path, moves: list[tuple[ExactCase, int]], flags: str) -> None:
+def assert_moves(folder: Path, moves: list[tuple[LayoutCase, int]], flags: str) -> None:
     """Check that a run that does each number of steps in another layout is equal to a run of one process."""
     write_text(folder)
-    (one,) = run_ranks(train, 1, folder, "one", [ExactCase()], flags, sum(count for _, count in moves))[0]
+    (one,) = run_ranks(train, 1, folder, "one", [ONE], flags, sum(count for _, count in moves))[0]
     seen: list[float] = []
     for layout, count in moves:
         seen += run_ranks(continue_run, layout.world_size, folder, layout, flags, count, bool(seen))[0]
@@ -141,5 +127,5 @@ def assert_moves(folder: Path, moves: list[tuple[ExactCase, int]], flags: str) -
 @pytest.mark.wide
 def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> None:
     """The batch size grows meanwhile."""
-    moves = [(QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (ExactCase(flags=FULL), 3)]
+    moves = [(QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (LayoutCase(1, 1, 1, 1, FULL), 3)]
     assert_moves(tmp_path, moves, "--precision bf16 --rampup-batch-size 4 8 12")

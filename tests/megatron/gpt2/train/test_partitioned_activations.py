@@ -64,7 +64,6 @@ def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precisi
         ),
         ("--checkpoint-activations --partition-activations --checkpoint-in-cpu --model-parallel-size 2", "cuda", []),
         ("--checkpoint-activations --checkpoint-in-cpu --attention-backend flash", "cpu", ["it needs a GPU"] * 2),
-        ("--cpu-offloading-num-layers 2 --attention-backend flash", "cuda", []),
         ("--recompute-granularity selective", "cuda", ["Megatron's: the core of attention"]),
     ],
 )

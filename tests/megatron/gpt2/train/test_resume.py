@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 import mpu
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train import trainer as trainer_module
 from megatron.gpt2.train.checkpointing import load_checkpoint
 from megatron.gpt2.train.resume_equivalence import resume_equivalence
-from megatron.gpt2.train.train_step import train_step
-from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, make_context, snapshot, start, steps, write_text
 
@@ -89,66 +87,46 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
                 assert torch.equal(other_tensors[name], tensor), (other, name)
 
 
-def masks(rank: int, world_size: int, folder: Path) -> tuple[list[bool], list[bool]]:
-    """Return the elements that the first two dropouts of a step drop: of the embedding, and of a layer's attention."""
-    flags = f"{DROPOUT} --dropout-rng torch --save {folder}/masks --model-parallel-size {world_size // 2}"
+def random_streams(rank: int, world_size: int, folder: Path) -> tuple[bytes, bytes]:
+    """Return the states of torch's generator and of the tensor-parallel stream, after a step with dropout."""
+    flags = f"{DROPOUT} --dropout-rng torch --save {folder}/streams --model-parallel-size {world_size // 2}"
     trainer = start(rank, world_size, folder, flags)
-    own_seed = 1234 + (trainer.parallel.data_parallel_rank << 16)
-    assert torch.initial_seed() == own_seed
-    tracked = torch.Generator().manual_seed(own_seed + 2718 + trainer.parallel.tensor_model_parallel_rank).get_state()
-    assert torch.equal(mpu.get_cuda_rng_tracker().get_states()["model-parallel-rng"], tracked)
-    drawn: list[torch.Tensor] = []
-    dropout = F.dropout
-
-    def spy(x: torch.Tensor, p: float) -> torch.Tensor:
-        y = dropout(x, p)
-        drawn.append((y == 0) & (x != 0))
-        return y
-
-    F.dropout = spy  # type: ignore[assignment]
-    try:
-        train_step(trainer)
-    finally:
-        F.dropout = dropout
+    assert torch.initial_seed() == 1234 + (trainer.parallel.data_parallel_rank << 16)
+    before = torch.get_rng_state()
+    steps(trainer, 1)
     finish(trainer)
-    return drawn[0].flatten().tolist()[:400], drawn[1].flatten().tolist()[:400]
+    assert not torch.equal(torch.get_rng_state(), before)
+    states = torch.get_rng_state(), mpu.get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+    return states[0].numpy().tobytes(), states[1].numpy().tobytes()
 
 
-def test_masks_of_torchs_generators_differ_only_between_data_parallel_ranks(tmp_path: Path):
+def test_torchs_generators_are_equal_only_on_ranks_that_share_activations(tmp_path: Path):
     write_text(tmp_path)
-    four = run_ranks(masks, 4, tmp_path)
-    assert all(any(mask) for masks_of_rank in four for mask in masks_of_rank)
-    assert four[0] == four[1] and four[2] == four[3], "ranks that share layers hold the same activations"
-    assert four[0][0] != four[2][0] and four[0][1] != four[2][1]
+    default, tracked = zip(*run_ranks(random_streams, 4, tmp_path), strict=True)
+    assert default[0] == default[1] != default[2] == default[3] and len(set(tracked)) == 4
 
 
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     """After --no-load-optim the moments have seen fewer steps than the learning rate schedule. Both counts are saved.
     The weights are loaded from the masters."""
     write_text(tmp_path)
-    trainer = start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/first")
-    steps(trainer, 5)
-    masters = torch.cat(trainer.state.buffer.masters)
-    trainer.checkpoints.save()
-    finish(trainer)
 
-    def second(save: str, more: str = "") -> Trainer:
-        return start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/{save} {more}")
+    def run(save: str, count: int, more: str = "") -> tuple[list[float], Tensor, Tensor]:
+        """Return the losses, and the masters before and after `count` steps. Save the run."""
+        trainer = start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/{save} {more}")
+        masters = torch.cat(trainer.state.buffer.masters)
+        losses = steps(trainer, count)["loss"]
+        trainer.checkpoints.save()
+        finish(trainer)
+        return losses, masters, torch.cat(trainer.state.buffer.masters)
 
     fresh = f"--load {tmp_path}/first --no-load-optim"
-    straight = second("straight", fresh)
-    assert torch.equal(torch.cat(straight.state.buffer.masters), masters)
-    expected = steps(straight, 6)["loss"]
-    finish(straight)
-    stopped = second("stopped", fresh)
-    seen = steps(stopped, 3)["loss"]
-    stopped.checkpoints.save()
-    finish(stopped)
-    resumed = second("stopped")
-    assert resumed.progress.iteration == 8
-    assert seen + steps(resumed, 3)["loss"] == expected
-    assert torch.equal(torch.cat(resumed.state.buffer.masters), torch.cat(straight.state.buffer.masters))
-    finish(resumed)
+    saved = run("first", 5)[2]
+    expected, loaded, end = run("straight", 6, fresh)
+    assert torch.equal(loaded, saved)
+    losses = run("stopped", 3, fresh)[0]
+    more_losses, _, resumed_end = run("stopped", 3)
+    assert losses + more_losses == expected and torch.equal(resumed_end, end)
 
 
 PEAK = 1e-3
@@ -169,18 +147,14 @@ MOVED = {
 
 
 def losses_after_resume(rank: int, world_size: int, folder: Path, layouts: Sequence[str]) -> list[list[float]]:
-    """Return the losses after a checkpoint from the ramp-up, for each layout of `world_size` ranks. Save each run after
-    the first two steps."""
+    """Return the losses after a checkpoint from the ramp-up, for each layout of `world_size` ranks."""
     losses = []
     for number, layout in enumerate(layouts):
         where = f"--load {folder}/growing --save {folder}/moved_{world_size}_{number}"
         trainer = start(rank, world_size, folder, f"{GROWING} {where} {layout}")
         progress = trainer.progress
         assert (progress.iteration, progress.consumed_samples, trainer.current_global_batch_size) == (6, 28, 8)
-        first = steps(trainer, 2)["loss"]
-        assert trainer.checkpoints.save() is not None
-        losses.append([*first, *steps(trainer, 2)["loss"]])
-        assert progress.consumed_samples == 72
+        losses.append(steps(trainer, 4)["loss"])
         finish(trainer)
     return losses
 
@@ -206,7 +180,6 @@ def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_p
         assert trainer.checkpoints.save() is not None
         finish(trainer)
     assert seen["loss"] == pytest.approx(by_hand, rel=0, abs=1e-6)
-    assert seen["loss"][-1] < seen["loss"][0] - 0.1
 
     again, forgetful = losses_after_resume(0, 1, tmp_path, ["", "--no-load-optim"])
     assert again == seen["loss"][6:]
@@ -214,11 +187,6 @@ def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_p
     for losses in run_ranks(losses_after_resume, world_size, tmp_path, MOVED[world_size]):
         for after in losses:
             assert after == pytest.approx(again, rel=0, abs=1e-5)
-    for number in range(len(MOVED[world_size])):  # The run moves there and back.
-        save = f"{tmp_path}/moved_{world_size}_{number}"
-        trainer = start(0, 1, tmp_path, f"{GROWING} --load {save} --save {tmp_path}/back_{number}")
-        assert steps(trainer, 2)["loss"] == pytest.approx(again[2:], rel=0, abs=1e-5)
-        finish(trainer)
 
 
 BEFORE = "--global-batch-size 8 --lr-decay-style cosine --min-lr 1e-5"
@@ -252,9 +220,8 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert said("--no-load-rng") == "bit-identical to the run that wrote it"  # Masks depend on the sample indices.
     assert said("--micro-batch-size 2") == "the same training within rounding (--micro-batch-size 2, was 4)"
     assert said("--dropout-rng torch") == "a different training from here on (dropout draws other masks)"
-    assert said("--no-load-optim --hidden-dropout 0 --attention-dropout 0") == (
-        "a different training from here on (the optimizer's moments start at zero; --hidden-dropout 0.0, was 0.1; "
-        "--attention-dropout 0.0, was 0.1)"
+    assert said("--no-load-optim --hidden-dropout 0") == (
+        "a different training from here on (the optimizer's moments start at zero; --hidden-dropout 0.0, was 0.1)"
     )
     drawn = f"--dropout-rng torch --save {tmp_path}/torch"
     trainer = start(0, 1, tmp_path, f"{WITH_DROPOUT} {drawn}")
@@ -272,8 +239,8 @@ def test_length_layout_and_unknown_settings() -> None:
     ) -> dict[str, Any]:
         optimizer = {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
         config = {"parallel": {"exact_layouts": parts, "sequence_parallel": False}, "optimizer": optimizer}
-        layout, computed_by = {"tensor_model_parallel_size": tensor}, {"torch": "2"}
-        return {"config": config, "train_iters": iterations, "computed_by": computed_by, "layout": layout}
+        layout = {"tensor_model_parallel_size": tensor}
+        return {"config": config, "train_iters": iterations, "computed_by": {"torch": "2"}, "layout": layout}
 
     same, rounding = "bit-identical to the run that wrote it", "the same training within rounding"
     assert resume_equivalence(metadata(), metadata()) == same
@@ -289,10 +256,9 @@ def test_length_layout_and_unknown_settings() -> None:
     for then, said in ((metadata(8), "8"), (before, "not given")):
         assert resume_equivalence(then, metadata(4)) == f"{rounding} (--exact-layouts 4, was {said})"
     assert resume_equivalence(before, metadata()) == same
-    crafted: list[dict[str, Any]] = [{}, {"config": {}}, {"layout": 3, "computed_by": None}]
     # A file of another program without exact layouts does not have their default.
-    crafted.append({**before, "converted_from": "torch_dist", "computed_by": None})
-    for empty in crafted:
+    converted = {**before, "converted_from": "torch_dist", "computed_by": None}
+    for empty in ({}, {"layout": 3, "computed_by": None}, converted):
         assert resume_equivalence(empty, metadata()) == (
             "the same training; the checkpoint does not say which software and hardware computed it"
         )
@@ -308,6 +274,4 @@ def test_a_schedule_that_has_ended_gives_a_warning(tmp_path: Path) -> None:
     for flags, warnings in ((BEFORE, 1), (ended, 0), (f"--load {tmp_path}/save --finetune --save {tmp_path}/tuned", 0)):
         lines: list[str] = []
         make_context(tmp_path, flags, RankInfo(), lines.append)
-        assert (
-            sum(line.startswith("WARNING: the learning rate stays at --min-lr 1e-05: ") for line in lines) == warnings
-        )
+        assert "\n".join(lines).count("WARNING: the learning rate stays at --min-lr 1e-05: ") == warnings
