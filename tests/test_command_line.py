@@ -1,5 +1,5 @@
-"""Runs from the command line: their output, the files in the save folder, how a run continues and ends, and errors of a
-user: one of two ranks prints one line that names the flag or file, and both exit with code 2."""
+"""Test runs from the command line: their output, the files in the --save folder, and how a run continues and ends. For
+bad input, one of two ranks prints one line that names the flag or file, and both exit with code 2."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Train = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def train(work: Path, capfd: pytest.CaptureFixture[str]) -> Train:
-    """Run a command line. Return its stdout and stderr."""
+    """Return a function that runs a command line and returns its stdout and stderr."""
 
     def run(line: str, code: int = 0) -> tuple[str, str]:
         capfd.readouterr()
@@ -60,7 +60,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
-    """The text is one document, with fewer samples than all steps read and than an evaluation asks for."""
+    """The text has fewer samples than all steps read, and fewer than --eval-iters asks for."""
     write_text(work, 150)
     flags = f"{TEXT} --save runs/a --log-interval 4 --eval-interval 6 --eval-iters 1000"
     said, warned = train(f"{flags} --train-iters 10")
@@ -105,10 +105,10 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     assert [(r["split"], r["iteration"]) for r in evaluated] == [("valid", 6), ("valid", 10), ("test", 10)]
     last = evaluated[1]
     assert last["ppl"] == pytest.approx(math.exp(last["lm_loss"]))
-    # The split has one byte per token, and one end of document without bytes.
+    # Each token is one byte, except the end of document, which has no bytes.
     assert last["bits_per_byte"] == pytest.approx(last["lm_loss"] / math.log(2), rel=0.01)
 
-    # The same command again says that the run is finished. To continue needs only the folder and the length.
+    # The same command now says that the run is finished. A longer --train-iters with only --load continues it.
     said, _ = train(f"{flags} --train-iters 10")
     assert "runs/a is finished" in said and "iteration " not in said.replace("at iteration", "")
     said, _ = train("--load runs/a --train-iters 14 --log-interval 2")
@@ -119,7 +119,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     _, warned = train("--load runs/a --train-iters 20 --hidden-size 64", code=2)
     assert warned.startswith("error: --hidden-size: here 64, checkpoint 32: ")
 
-    # The weights go into a new folder. The same command again continues the run in this folder.
+    # Fine-tuning saves into a new folder. The same command then continues the run in this folder.
     finetune = f"{flags} --finetune --load runs/a --save runs/b --train-iters 3"
     said, _ = train(finetune)
     assert "weights from runs/a/iter_0000014" in said and (work / "runs/b/iter_0000003").is_dir()
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_the_run_trains(train: Train):
     base = TEXT.replace("--tokenizer-type bytes", "--save sp --train-iters 1 --eval-iters 0")
     said, _ = train(f"{base} --tokenizer-type SentencePieceTokenizer --tokenizer-vocab-size 300")
     assert "SentencePieceTokenizer, 300 ids" in said
-    train(f"{base} --train-iters 2")  # The tokenizer is in the folder.
+    train(f"{base} --train-iters 2")  # The run loads the tokenizer from its --save folder.
 
 
 def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: pytest.MonkeyPatch):
@@ -209,7 +209,7 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ends = []
     for more in ("'a run' --train-iters 4", "new --train-iters 2 --exit-interval 1"):
-        # The limit is less than the weights, and more than the records.
+        # Files of this size can store the records, but not the weights.
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
         try:
             said, warned = train(f"{TEXT} --eval-iters 1 --save {more}", code=1)
@@ -261,7 +261,7 @@ TINY = (
     "--max-position-embeddings 16 --tokenizer-type bytes --train-iters 2 --device cpu"
 ).split()
 
-# Each case is flags: what the line must say. {folder} is the folder of the test.
+# {flags: pattern of the error line}. {folder} is the folder of the test.
 CASES = {
     "--num-layer 3": r"unknown flag --num-layer: did you mean --num-layers\?",
     "--num-attention-heads 1 --model-parallel-size 2": "--num-attention-heads 1 is not divisible by --tensor-model-par",
@@ -335,5 +335,5 @@ def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_pat
     ours = [line for line in said.splitlines() if line.startswith("error")]
     assert ours == ["error: unknown flag --hidden-sise: did you mean --hidden-size?"], said
     assert said.index(ours[0]) < said.index("ChildFailedError")
-    # torchrun lists the ranks that had ended when it checked: one or both. No signal killed them.
+    # torchrun lists the one or two ranks that had ended when it checked. No signal has killed them.
     assert set(re.findall(r"exitcode\s*: (-?\d+)", said)) == {"2"}, said

@@ -1,7 +1,7 @@
-"""Command lines of Megatron's and DeepSpeed's scripts run on the CPU, changed only by flags at their end.
+"""Test that command lines of Megatron's and DeepSpeed's scripts run on the CPU, with only a few flags appended.
 
-`tests/megatron_commands.sh` has the lines. They run in this process through the file that they name. Two lines that
-start a launcher run unchanged on 2 ranks; GPUS_PER_NODE sets the number.
+`tests/megatron_commands.sh` and `tests/public_lines.txt` have the lines. Most lines run in this process through the
+file that they name. Two lines start a launcher with 2 ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.megatron.gpt2.train.training_runs import write_text
 ROOT = Path(__file__).resolve().parent.parent
 LINES = (ROOT / "tests" / "megatron_commands.sh").read_text()
 PASTED = dict(re.findall(r"^## (\S+)\n(.*?\n)(?=\n## |\Z)", LINES, re.MULTILINE | re.DOTALL))
-# {name: (the flags and keys that it asks for, its DeepSpeed file, its words)}
+# {name of a line: (words that its error must have, its DeepSpeed file, its flags)}
 PUBLIC = {
     name: (asks.split(), file, shlex.split(line))
     for name, asks, file, line in re.findall(
@@ -141,7 +141,7 @@ def pasted(script: str, appended: str) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run the program that the words name in this process. Return its stdout and stderr."""
+    """Return a function that runs a program in this process and returns its stdout and stderr."""
 
     def run(argv: list[str], code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", argv)
@@ -184,7 +184,7 @@ def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path
     said, _ = run(words("pretrain_gpt2.sh", SMALL + GLOO))
     learned(work / "checkpoints/gpt2_345m")
     assert "--resume-dataloader: " in said and "--lazy-loader" in said and "--batch-size is read as" in said
-    assert "the text is the field 'text'" not in said  # The corpus names the field.
+    assert "the text is the field 'text'" not in said  # The corpus says which field has the text.
 
     flags = "--out-seq-length 6 --num-samples 2 --device cpu"
     _, warned = run(words("generate_text.sh", flags))
@@ -266,7 +266,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
         assert parallel.cpu_offload_optimizer == parallel.checkpoint_in_cpu == ("offload" in script)
     curriculum = config("ZeRO3_curriculum_ds_pretrain_gpt2", SMALL)
     assert curriculum.optimizer.lr_decay_samples == 157286400000 // 16
-    # The line asks for 16 ranks: tensor size 2, pipeline size 2, data size 4.
+    # The line is for 16 ranks: tensor-parallel size 2, pipeline size 2, data-parallel size 4.
     pipeline = config("3D_parallelism_ds_pretrain_gpt2_pipe", "")
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_virtual_stages()] == [12, 12]
@@ -287,10 +287,10 @@ def test_todays_gpt_example(work: Path, run: Run):
     assert "--num-attention-heads 2 is not divisible by --tensor-model-parallel-size 8" in train(SMALL, code=2)[1]
     small = SMALL + "--tensor-model-parallel-size 1 "
     assert "--pipeline-model-parallel-size 16 needs at least 16 layers" in train(small, code=2)[1]
-    # The line's warm-up has 430 x 1536 samples.
+    # The warm-up of the line, 430 x 1536 samples, would be longer than the test.
     small += "--pipeline-model-parallel-size 1 --micro-batch-size 16 --lr-warmup-fraction 0 "
     said, _ = train(small)
-    learned(work / "ckpt", below=5.45)  # The initial weights of this line are smaller.
+    learned(work / "ckpt", below=5.45)  # The initial weights of this line are smaller, so it learns more slowly.
     assert list((work / "logs").glob("events*"))
     assert "1536 a step, 24,576 tokens; it grows from 16 to this size over 750,000,000 samples" in said
     # Continue after 40 steps of 16 samples with 16 tokens each. The batch grows at once.

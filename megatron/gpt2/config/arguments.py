@@ -123,7 +123,7 @@ class Arguments:
 
     @contextlib.contextmanager
     def _naming_sources(self) -> Iterator[None]:
-        """Change the ValueError of the block: a flag that a DeepSpeed file sets is replaced by its key and the file."""
+        """In a ValueError of the block, replace each flag that a DeepSpeed file sets by the key and the file."""
         try:
             yield
         except ValueError as error:

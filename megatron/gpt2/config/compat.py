@@ -2,7 +2,7 @@
 
 The tables cover the parsers of NVIDIA/Megatron-LM from 2019 to d98e8a6 (2026-08-22, after Core 0.19),
 microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience-workshop/Megatron-DeepSpeed 8387ae1.
-`apply_rules` applies them, and docs/reference/flags.md lists them. The status of a rule:
+`apply_rules` applies the rules, and docs/reference/flags.md lists most of them. A rule has one of these statuses:
 
     translated   the flag sets fields of the configuration
     ignored      the flag cannot change the training; the start of a run prints the reason
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from data_utils.command_line import how_to_call, require
 from megatron.gpt2.config.sections import config_fields, flag_name
 
-Fields = dict[str, Any]  # The keys have the form "section.field".
+Fields = dict[str, Any]  # {"section.field": value}
 
 
 @dataclass(frozen=True)

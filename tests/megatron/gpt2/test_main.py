@@ -42,7 +42,7 @@ def test_each_program_is_listed_with_what_it_does(
 def test_all_ways_to_call_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All ways print the same line. A file of tools/ can be run from any folder."""
+    """Each way to call a program prints the same error line. A file of tools/ can be run from any folder."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     for argv in (["gpt2", "report"], ["/bin/gpt2-report"], [str(ROOT / "tools/report.py")]):
         if argv[0].endswith(".py"):

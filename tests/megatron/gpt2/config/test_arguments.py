@@ -123,7 +123,7 @@ def test_spellings_of_2019_and_today(line, key, value):
     arguments = read(line)
     section, name = key.split(".")
     assert getattr(getattr(arguments.config, section), name) == value and (key in arguments.given or not value)
-    assert arguments.notes or line == "--override-opt_param-scheduler"  # An underscore needs no note.
+    assert arguments.notes or line == "--override-opt_param-scheduler"  # `_` instead of `-` needs no note.
 
 
 def test_an_explicit_value_wins_over_a_translated_flag():
@@ -214,7 +214,7 @@ def test_help_groups_the_flags_and_shows_aliases(capsys):
     with pytest.raises(SystemExit) as stop:
         read("--help")
     text = capsys.readouterr().out
-    # Python 3.13 and later print the value once, after all names.
+    # Since Python 3.13, argparse prints the metavar once, after all spellings.
     assert stop.value.code == 0 and re.search("--micro-batch-size( N)?, --batch-size N", text)
     assert all(f"\n{section}:" in text for section in SECTIONS) and "--zero-stage" in text
 
@@ -234,7 +234,7 @@ def test_lengths():
         (TrainConfig(train_iters=7, train_samples=50, train_tokens=801), 5),
     ):
         assert length.iterations(**sizes) == iterations
-    # A run that continues has consumed 48 of the samples, in smaller steps.
+    # A run that continues has read 48 of its 80 samples in its first 12 steps.
     assert TrainConfig(train_samples=80).iterations(**sizes, iteration=12, consumed_samples=48) == 12 + 4
     with pytest.raises(ValueError, match="--train-iters"):
         TrainConfig().iterations(**sizes)
@@ -277,7 +277,7 @@ def test_without_a_model_the_run_of_the_checkpoint_continues():
 
 
 def test_a_run_may_be_invalid_until_the_checkpoint_is_merged():
-    arguments = read("--load x --num-attention-heads 12")  # 1024 is not divisible by 12.
+    arguments = read("--load x --num-attention-heads 12")  # The hidden size 1024 is not divisible by 12.
     assert arguments.checkpoint.load == "x"
     wide = saved("--hidden-size 768 --num-attention-heads 12")
     assert merge_checkpoint(arguments, wide).config.model.hidden_size == 768
@@ -306,7 +306,7 @@ def test_flags_may_repeat_the_checkpoint_and_some_may_differ():
     line = SMALL + "--ffn-hidden-size 256 --seq-length 100 --seed 5 --train-iters 40"
     config = merge_checkpoint(read(line), saved(SMALL)).config
     assert (config.data.seq_length, config.train.seed, config.train.train_iters) == (100, 5, 40)
-    assert config.optimizer.lr_decay_iters is None  # The schedule becomes as long as the extended run.
+    assert config.optimizer.lr_decay_iters is None  # The learning rate decays over all 40 iterations.
 
 
 def schedule(line: str, before: str, **changes: object) -> tuple[object, ...]:
@@ -377,7 +377,7 @@ def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
         "--rampup-batch-size 4 2 9 --global-batch-size 8": "6 is not divisible by --micro-batch-size 2 × 2 data-"
         "parallel ranks: give a --micro-batch-size that fits, or another batch size",
         "--step-batch-size-schedule 0:x": "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE",
-        # Both sizes would begin at the same sample.
+        # 31 tokens are less than a sample, so both sizes would begin at sample 0.
         "--step-batch-size-schedule 0:4 31:8": "31:8 is not a valid next TOKENS:SIZE",
         "--step-batch-size-schedule 1B:4": "1B:4: the first TOKENS must be 0, and sizes must not fall",
         "--step-batch-size-schedule 0:8 1B:4": "0:8 1B:4: the first TOKENS must be 0, and sizes must not fall",

@@ -1,5 +1,5 @@
-"""Flags of other programs, compared with the lists in `flag_lists/`, and --deepspeed_config: its keys are translated,
-ignored or refused, and flags win over them."""
+"""Test the rules for flags of other programs: each flag in `flag_lists/` has a rule. Keys of a --deepspeed_config are
+translated, ignored or refused, and flags override them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_page_of_flags_is_up_to_date():
     )
 
 
-# the most common keys in DeepSpeed's own examples and documentation
+# The most common keys in the examples and the documentation of DeepSpeed
 WHOLE = """
     {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5, "steps_per_print": 10, "wall_clock_breakdown": false, "fp16": {"enabled": true,

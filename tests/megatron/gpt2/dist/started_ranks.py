@@ -1,5 +1,5 @@
-"""Start ranks like a launcher, but faster: they are forked from a process that has imported torch and the program. Each
-rank has its own environment and output."""
+"""Start ranks like a launcher, but faster: `StartedRank` forks a rank from a process that has imported torch and the
+program. Each rank has a separate environment and output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(
 class StartedRank:
     """A running process of `program`.
 
-    before: a function that is called in it first, while it has no threads.
+    before: a function that the process calls before `program`, while it has no threads.
     """
 
     def __init__(

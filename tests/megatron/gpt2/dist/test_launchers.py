@@ -44,7 +44,7 @@ for task in "${tasks[@]}"; do wait "$task" || exit; done
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launchers")
-    os.utime(write_text(folder), (1e9, 1e9))  # an old mtime, because each rank would hash a new file again
+    os.utime(write_text(folder), (1e9, 1e9))  # Files with an old mtime are hashed only once.
     return folder
 
 
@@ -71,7 +71,7 @@ def test_by_hand(folder: Path, single: list[float], scheme: str) -> None:
     words = ["--save", str(save), "--world_size=2", "--init-method", place, "--rank"]
     outputs = finish([StartedRank(folder, [*words, str(rank)], {}) for rank in (1, 0)])
     assert losses(save) == pytest.approx(single, rel=1e-5)
-    # The local ranks are decided by the rendezvous, because no launcher gives them.
+    # Without a launcher, the rendezvous decides the local ranks.
     assert f"host {os.uname().nodename}: ranks 0-1 of 2 on cpu (1 thread each)\n" in outputs[1]
     assert outputs[0] == "" and not path.exists()
 
@@ -104,7 +104,7 @@ def test_srun(python: WarmPython, folder: Path, single: list[float]) -> None:
         assert output.count(line) == 1, output
 
 
-# If there is a GPU, ranks are spawned instead of forked.
+# A launcher spawns its ranks if there is a GPU, and otherwise forks them.
 WITH_CUDA = (
     "import sys, torch; from megatron.gpt2.commands.pretrain_gpt2 import main\n"
     "torch.cuda.device_count = lambda: 2\nsys.exit(main(sys.argv[1:]))"
@@ -113,7 +113,8 @@ WITH_CUDA = (
 
 @pytest.mark.parametrize("way, how", {"Ctrl-C": "forked", "SIGTERM": "spawned", "a rank is killed": "forked"}.items())
 def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how: str) -> None:
-    """--nproc-per-node trains the same and ends in each of the ways. The test reads the output to know when to act."""
+    """A run with --nproc-per-node has the losses of one process. It ends as expected after a signal or a killed
+    rank."""
     save = folder / f"{how} {way}"
     words = ["--save", str(save), *"--nproc-per-node 2 --exit-interval 100000 --train-iters 100000".split()]
     if how == "spawned":
@@ -132,7 +133,7 @@ def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how:
         children = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
     assert len(children) == 2
     if way == "Ctrl-C":
-        for process in (pid, *children):  # A terminal also sends the signal to all of them.
+        for process in (pid, *children):  # Like a terminal, send the signal to the launcher and to its ranks.
             os.kill(process, signal.SIGINT)
     else:
         os.kill(*((pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
@@ -199,7 +200,7 @@ def test_ranks_with_different_data_end_with_one_line(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("flags, code", [("", 2), ("--elastic", 1)])
 def test_exit_code_without_rank_0(folder: Path, flags: str, code: int) -> None:
-    """With --elastic the network may return, so the exit code must let launchers try again."""
+    """With --elastic the exit code is 1, so that launchers try again when the network may have returned."""
     words = f"--save {folder}/alone --rank 1 --world-size 2 --init-method tcp://localhost:{free_port()} {flags}"
     ended, said = StartedRank(folder, [*words.split(), "--init-timeout", "0.2"], {}).end()
     assert ended == code and re.fullmatch(r"error \(\S+\): rank 0 did not join within 0.2 s .*\n", said), said
@@ -221,7 +222,7 @@ STEP = variables(
     "SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=4,3 "
     "SLURM_JOB_ID=123456 SLURMD_NODENAME=node004 SLURM_STEP_NODELIST=node[003-004]"
 )
-SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # the variables of a batch script
+SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # The variables that a batch script has
 BY_HAND = "--rank 1 --world-size=3 --init-method tcp://node1:6000"
 
 
@@ -251,7 +252,7 @@ def test_the_first_launcher_wins() -> None:
 def test_flags_by_hand() -> None:
     found, words = read_launch(["--lr", "1", *BY_HAND.split(), "--init_timeout", "7", "--prompt", "a_b"], {})
     assert found == Launch(1, 3, init_method="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
-    assert words == ["--lr", "1", "--prompt", "a_b"]  # Other code reads these flags.
+    assert words == ["--lr", "1", "--prompt", "a_b"]  # The program reads these flags.
 
 
 def test_torchrun_keeps_the_store() -> None:
@@ -281,7 +282,7 @@ def test_slurm_step() -> None:
     assert launch({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}).rank_info() == RankInfo(
         5, 7, 1, 2
     )
-    # One of the two variables says how many tasks there are. `srun` in test_srun does not set the first one.
+    # The number of tasks is also in SLURM_NTASKS.
     without = {key: value for key, value in STEP.items() if key != "SLURM_STEP_TASKS_PER_NODE"}
     assert (launch(without).rank, launch(without).world_size, launch(without).local) == (5, 7, None)
 
@@ -329,7 +330,7 @@ def test_errors_of_launch_settings(argv: str, environ: str, message: str) -> Non
 @pytest.mark.parametrize(
     "flags, gpus, starts",
     [
-        ("--nproc_per_node=1", 0, 0),  # The launched process is the rank.
+        ("--nproc_per_node=1", 0, 0),  # The process itself is the only rank.
         ("--nproc-per-node 0", 0, 2),
         ("--nproc-per-node 0", 1, 0),
         ("--nproc-per-node 0", 8, 8),

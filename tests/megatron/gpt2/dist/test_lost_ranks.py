@@ -61,7 +61,7 @@ def test_a_hanging_rank_reports_its_location(tmp_path: Path) -> None:
     ).split()
     before = partial(plant, Fault(hang, rank=2, step=2))
     ranks = [StartedRank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(3)]
-    ended = [rank.end(240) for rank in ranks]  # No launcher ends the hanging rank, so it must end by itself.
+    ended = [rank.end(240) for rank in ranks]  # Without a launcher, the hanging rank must end by itself.
     assert [code for code, _ in ended] == [1, 1, 1], ended
     lines = [line for _, output in ended for line in output.splitlines() if line.startswith("error (")]
     assert len(lines) == 1 and "Traceback" not in "".join(output for _, output in ended), ended
@@ -94,7 +94,7 @@ def stop_after_a_save(folder: Path) -> None:
             wait_until((folder / "go").exists)
         return write_safetensors(path, file, *rest)
 
-    # With this, a rank that waits for the lost one is too late.
+    # A rank that waits this long for the lost rank fails the test.
     mock.patch.object(ranks, "LEAVE_TIMEOUT", 60.0).start()
     mock.patch.object(writer, "write_safetensors", write_late).start()
     plant(Fault(stop_later, rank=1, step=2))
@@ -102,7 +102,7 @@ def stop_after_a_save(folder: Path) -> None:
 
 def test_the_others_finish_the_checkpoint(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    words = (  # The flags give no plot, which needs matplotlib.
+    words = (  # There are too few log lines for a plot, which would take time.
         f"--save {tmp_path}/save --world-size 2 --init-method tcp://localhost:{free_port()} --async-save "
         "--distributed-timeout-minutes 0.1 --save-interval 2 --log-interval 100 --rank"
     ).split()

@@ -1,5 +1,5 @@
-"""Test the rendezvous of ranks that are threads of one process. Missing or repeated ranks and old files give one
-line."""
+"""Test the rendezvous of ranks that are threads of one process, and its one-line errors for missing or repeated
+ranks."""
 
 from __future__ import annotations
 
@@ -63,10 +63,8 @@ def make_launches(
 def join_all(
     make_launches: list[Launch], use: Callable[[RankInfo], Any] = lambda ranks: ranks, **usable: Any
 ) -> list[Any]:
-    """Run the rendezvous of each of `make_launches` in a thread. Return the result of `use` for each rank, or its error
-    message.
-
-    The ranks that joined leave together, because the server of the store waits for them."""
+    """Run the rendezvous of each launch in a thread. Return the result of `use`, or the error message, for each rank.
+    The ranks that have joined leave at the same time, because the server of the store waits for all of them."""
     met: list[RankInfo] = []
 
     def one(launch: Launch) -> Any:
@@ -101,7 +99,7 @@ def test_local_ranks_follow_from_the_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(has_no_ipv6(), reason="this machine has no IPv6")
 def test_rendezvous_over_ipv6_and_ipv4() -> None:
-    """A name may resolve to both kinds of addresses."""
+    """Ranks may use IPv6 and IPv4 addresses of one server, and a name that has both."""
     port = free_port()
     places = [f"tcp://{place}:{port}" for place in ("[::1]", "127.0.0.1", "localhost")]
     met = join_all([Launch(rank, 3, init_method=where, host="a", timeout=60) for rank, where in enumerate(places)])
@@ -109,7 +107,7 @@ def test_rendezvous_over_ipv6_and_ipv4() -> None:
 
 
 def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
-    """Rank 0 overwrites the file, the other ranks retry until then, and the file is removed."""
+    """Rank 0 overwrites the file, which the other ranks read until it is valid. The file is removed at the end."""
     card = tmp_path / "card"
     for text in (f"a {free_port()}\n", "something else\n"):
         card.write_text(text)
@@ -154,7 +152,7 @@ def test_an_address_without_rank_0(tmp_path: Path, rank: int, where: str, messag
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_a_port_that_does_not_answer(answer: bytes) -> None:
-    """A different program accepts the connections."""
+    """Another program accepts connections at the address of rank 0."""
 
     def accept() -> None:
         with contextlib.suppress(OSError):
@@ -218,7 +216,7 @@ def test_ranks_that_contradict_each_other() -> None:
     twice = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])
     assert set(twice) <= {f"rank 1 was started twice, the second time on {host}" for host in "ab"}
     first = make_launches(2, "a")
-    # The second rank finds the store.
+    # Both ranks use the store of rank 0.
     found = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])
     line = (
         r"rank \d \(\w\) has world size (2, but the first rank has 3|3, but the first rank has 2): all ranks need the "
@@ -228,7 +226,7 @@ def test_ranks_that_contradict_each_other() -> None:
 
 def test_each_rank_needs_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
-    here = threading.local()  # the GPU that each rank sees
+    here = threading.local()  # Each thread is a rank and sees the GPU `here.gpu`.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=here.gpu))
 
     def chosen(requested: str, of_ranks: str) -> list[str]:
@@ -243,12 +241,12 @@ def test_each_rank_needs_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ": give each rank a different GPU (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer ranks, or train on "
         "the CPU with --device cpu --distributed-backend gloo"
     )
-    # Ranks 0 and 3 are in different containers.
+    # Ranks of different machines may use one GPU if these are containers.
     assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) use the same GPU (UUID p){way_out}"] * 4
 
 
 def test_too_many_or_too_few_elastic_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    """An unused rank is on standby and ends with the exit code of the run."""
+    """A rank that the run cannot use waits on standby and ends with the exit code of the run."""
 
     def end(rank_info: RankInfo) -> RankInfo:
         if rank_info.rank == 0:
@@ -279,7 +277,7 @@ def test_flags_that_elastic_needs(program: Any, flags: str, line: str, capsys: p
 
 
 def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks 2 and 3 of two machines hang. Ranks that wait for a GPU also end."""
+    """If ranks 2 and 3 hang, the other ranks name them and end, also while they wait for a GPU."""
     times = {"HEARTBEAT_INTERVAL": 0.1, "LOST_TIMEOUT": 0.5, "SILENCE_TIMEOUT": 2.0}
     for name, seconds in times.items():
         for module in (ranks_module, rendezvous):

@@ -26,10 +26,9 @@ from tests.megatron.gpt2.train.training_runs import write_text
 
 
 def long_call(seconds: int = 30) -> None:
-    """Wait in C for a locked mutex, like a long operation of torch: Python handles no signals, but other threads
-    run."""
+    """Wait in C, like a long operation of torch: Python cannot handle signals, but other threads run."""
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-    end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # The C structure is a timespec.
+    end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # a timespec of C
     for _ in range(2):
         libc.pthread_mutex_timedlock(mutex, end)
 
@@ -45,9 +44,9 @@ def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
     results = []
     with contextlib.closing(StopSignal()) as stop:  # Only rank 1 gets the signal.
         results.append(first_stop(stop, lambda step: signal.raise_signal(signal.SIGTERM) if step == rank * 7 else None))
-    with contextlib.closing(StopSignal()) as stop:  # The clock of rank 1 is ahead.
+    with contextlib.closing(StopSignal()) as stop:  # Rank 1 reaches its time limit four steps earlier than rank 0.
         results.append(first_stop(stop, lambda step: step >= 9 - 4 * rank))
-    with contextlib.closing(StopSignal()) as stop:  # The run ends during an exchange.
+    with contextlib.closing(StopSignal()) as stop:  # The run ends during an all-reduce.
         results += [(step, stop.agreed()) for step in range(2)]
     stop = StopSignal()
     stop.agreed()
@@ -78,7 +77,7 @@ def hang_in_torch(folder: Path) -> None:
 
 
 def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
-    """A rank obeys SIGTERM also while it waits in C++, for example for another rank."""
+    """SIGTERM ends a rank also while it waits in C++ code, for example for another rank."""
     rank = CONTEXT.Process(target=hang_in_torch, args=(tmp_path,), daemon=True)
     rank.start()
     wait_until((tmp_path / "hangs").exists)
@@ -88,7 +87,7 @@ def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
 
 
 def step_without_end(folder: Path) -> None:
-    """Train. In the second step one call takes half a minute."""
+    """Let the second step of each rank call `long_call`."""
 
     def hang(trainer: Trainer) -> None:
         threading.Timer(0.3, (folder / f"hangs_{trainer.parallel.rank}").touch).start()  # during the call
@@ -100,14 +99,14 @@ def step_without_end(folder: Path) -> None:
 
 @pytest.mark.parametrize("name, number, ranks", [("SIGTERM", signal.SIGTERM, 2), ("Ctrl-C", signal.SIGINT, 1)])
 def test_a_second_signal_in_a_long_step(tmp_path: Path, name: str, number: int, ranks: int) -> None:
-    """Rank 0 prints one line immediately, and the second signal gives the exit code. --nproc-per-node forwards
-    SIGTERM."""
+    """After the first signal, rank 0 prints one line at once. The second signal ends the run with its exit code.
+    --nproc-per-node forwards SIGTERM."""
     write_text(tmp_path, 1000)
     flags = ["--nproc-per-node", str(ranks), "--save", f"{tmp_path}/save"]
     rank = StartedRank(tmp_path, flags, {}, before=partial(step_without_end, tmp_path))
     wait_until(lambda: len(list(tmp_path.glob("hangs_*"))) == ranks or not rank.process.is_alive())
     assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
-    # The second SIGTERM is ignored, because a scheduler may send it to the launcher and to the ranks.
+    # A SIGTERM that is repeated at once is ignored, because a scheduler sends it to the launcher and to the ranks.
     for _ in range(ranks):
         os.kill(rank.process.pid, number)
         wait_until(lambda: name in rank.output.read_text(), 20)

@@ -1,4 +1,4 @@
-"""Test report.html: its content, that it runs no script and loads nothing, and when it is written."""
+"""Test the content of report.html, that the page runs no script and loads nothing, and when it is written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TITLES = {
 
 
 class Page(HTMLParser):
-    """Reads the elements and texts of an HTML page. It also checks that all elements are closed in order."""
+    """Reads the elements and texts of an HTML page, and checks that all elements are closed in order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -210,4 +210,9 @@ def test_the_report_takes_little_time(tmp_path: Path, monkeypatch: pytest.Monkey
     for _ in range(20):
         log.report()
         now[0] += 10
-    assert written == [1000.0, 1050.5, 1101.0, 1151.5]  # The window is half a second, or at least 50 steps.
+    assert written == [
+        1000.0,
+        1050.5,
+        1101.0,
+        1151.5,
+    ]  # Writing takes 0.5 s, so there are at least 50 s between two reports.

@@ -1,5 +1,5 @@
-"""Log lines in Megatron's format, records of a resumed run, the loss plot with and without matplotlib, timers on a CPU
-and device timers with a fake event that completes late, and --profile."""
+"""Test log lines in Megatron's format, the records of a resumed run, the loss plot without matplotlib, the timers of a
+CPU and a GPU (with fake events), and --profile."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
     log.record(EvaluationRecord(20, "valid", 1.0))
     log.close()
     with metrics.open("a") as file:
-        file.write('{"iteration": 25, "lm_lo')  # A crash has cut off this line.
+        file.write('{"iteration": 25, "lm_lo')  # a line that a crash has cut off
     log = RunLog(tmp_path, train_iters=30, start_iteration=15)
     assert [line["iteration"] for line in read(metrics)] == [10]
     with metrics.open("a") as file:
         file.write('{"itera')
-    log.record(record(20))  # The record begins a new line.
+    log.record(record(20))  # The record must begin a new line.
     log.close()
     assert [line["iteration"] for line in read_records(metrics)] == [10, 20]
 
@@ -148,7 +148,7 @@ def test_text_curve_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     title, first, *_, last, _, axis = write_run(tmp_path).close("a run").split("\n")
     assert title == "a run" and axis.split() == ["10", "to", "100", "iterations"]
-    # The highest loss, that of iteration 10, is in the first row, and the lowest one in the last row.
+    # The first row has the highest loss, which is that of iteration 10, and the last row has the lowest loss.
     assert first.startswith("    7.500 |*") and last.startswith("    3.000 |") and last.endswith("*")
     assert not (tmp_path / "loss.png").exists()
 
@@ -190,7 +190,7 @@ def test_incidents_of_all_processes_are_sorted_by_time(tmp_path: Path) -> None:
 
 
 def test_means_over_iterations_in_megatrons_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count()  # Each read is one second later.
+    clock = itertools.count()  # Each call of the clock returns one second more.
     monkeypatch.setattr(timers_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     timers = Timers(torch.device("cpu"))
     for name in ("something new", "data loader", "backward", "forward"):
@@ -234,9 +234,9 @@ def test_device_events_are_read_only_when_done(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         with timers("forward"):
             pass
-    LateEvent.done = 4  # The first 4 of 6 events are complete: two intervals of one tick.
+    LateEvent.done = 4  # Four of six events are complete: two intervals of 1 ms.
     assert timers.take_ms(1) == {"forward": 2.0}
-    with timers("forward"):  # The timer uses a pair of events again.
+    with timers("forward"):  # The timer uses completed events again.
         pass
     LateEvent.done = 8
     assert timers.take_ms(1) == {"forward": 2.0}
@@ -257,12 +257,12 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     table = said[said.index("the slowest operations of 2 iterations, by self time on the cpu:") :]
     # The slowest operations depend on the load of the machine, but the number of calls does not.
     calls = dict(re.findall(r"^ *(aten::\S+) .* (\d+) *$", table, re.MULTILINE))
-    assert calls["aten::mm"] == str(2 * 11)  # There are four layers and the output, in forward and backward.
+    assert calls["aten::mm"] == str(2 * 11)  # four linear layers and the output layer, in forward and backward
 
-    # A run that stops before the last profiled iteration writes a shorter trace. One that stops before the first prints
-    # a warning.
+    # A run that stops before the last profiled iteration writes a shorter trace. A run that stops before the first
+    # profiled iteration prints a warning.
     assert pretrain_gpt2.main([*flags, *"8 20 --train-iters 30 --exit-interval 9".split()]) == 0
-    # The trace has two iterations, and the time until the stop.
+    # The third event is the time between the last iteration and the stop.
     assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3
     assert "the slowest operations of 2 iterations" in capfd.readouterr().out
     assert pretrain_gpt2.main([*flags, "1", "2", "--train-iters", "10"]) == 0

@@ -1,5 +1,5 @@
-"""Ranks with different flags or files are refused before they train. If a rank later reads different data, the run
-ends."""
+"""Test that a run with different flags or files on its ranks is refused, and that it ends if a rank later reads
+different data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.gpt2.train.setup import RunContext, check_settings_match
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, write_text
 
-# The setting that differs in each case, and its values on ranks 0 and 1
+# (setting that differs, its value on rank 0, its value on rank 1)
 CASES = [
     ("--lr", "0.00015", "0.001"),
     ("checkpoint to start from", "iteration 0, none", "iteration 4, found"),
@@ -62,7 +62,8 @@ def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
 
 
 def one_rank_reads_different_data(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
-    """Model-parallel ranks (0,1) and (2,3): rank 3 gets a different third batch. Return the error and the iteration."""
+    """Give rank 3 a different third batch than rank 2, which is in its model-parallel group. Return the error and the
+    iteration."""
     trainer = start(rank, world_size, folder, "--model-parallel-size 2 --log-interval 2 --train-iters 8")
     loader = trainer.data.loader
 

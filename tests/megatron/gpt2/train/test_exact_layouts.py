@@ -25,7 +25,7 @@ from tests.megatron.gpt2.train.test_layouts import (
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 FLAGS = "--exact-layouts 4 --global-batch-size 12 --clip-grad 0.5"
-# a scale with which the first steps overflow
+# The first steps overflow with this loss scale.
 FP16 = f"--precision fp16 --initial-loss-scale {2**21} --loss-scale-window 3"
 
 
@@ -68,7 +68,7 @@ def train(
 def continue_run(
     rank: int, world_size: int, folder: Path, layout: LayoutCase, precision: str, count: int, continues: bool
 ) -> list[float]:
-    """Continue a run of other layouts for `count` steps in this layout, and save it."""
+    """Load the run that another layout has saved, train `count` steps in this layout, and save the run."""
     save = f"--save {folder}/moved" + (f" --load {folder}/moved" if continues else "")
     trainer = start(rank, world_size, folder, f"{layout.command} {FLAGS} {precision} {save}")
     losses: list[float] = steps(trainer, count)["loss"]
@@ -109,12 +109,15 @@ def test_no_bit_depends_on_the_layout(tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("precision, layouts", [("--precision fp32", WIDE), (FP16, QUICK)], ids=["fp32", "fp16"])
 def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts: list[LayoutCase]) -> None:
-    """`371f5f5:benchmarks/exact_layouts.py` has run all of them in fp32 over 30 steps."""
+    """`371f5f5:benchmarks/exact_layouts.py` has compared these layouts over 30 steps in fp32."""
     assert_equal(tmp_path, layouts, precision, 5)
 
 
 def assert_moves(folder: Path, moves: list[tuple[LayoutCase, int]], flags: str) -> None:
-    """Check that a run that does each number of steps in another layout is equal to a run of one process."""
+    """Check that a run that changes its layout has the losses and the final state of a run of one process.
+
+    moves: (layout, number of steps).
+    """
     write_text(folder)
     (one,) = run_ranks(train, 1, folder, "one", [ONE], flags, sum(count for _, count in moves))[0]
     seen: list[float] = []
@@ -126,6 +129,6 @@ def assert_moves(folder: Path, moves: list[tuple[LayoutCase, int]], flags: str) 
 
 @pytest.mark.wide
 def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> None:
-    """The batch size grows meanwhile."""
+    """The batch size also grows during this run."""
     moves = [(QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (LayoutCase(1, 1, 1, 1, FULL), 3)]
     assert_moves(tmp_path, moves, "--precision bf16 --rampup-batch-size 4 8 12")

@@ -1,5 +1,6 @@
-"""All layouts of 1 to 4 ranks have the same losses with dropout, for every pipeline schedule and micro-batch size. The
-tied matrix is equal on its two stages. Evaluation and generation work with pipeline stages."""
+"""Test that all layouts of 1 to 4 ranks have the same losses with dropout, for every pipeline schedule and micro-batch
+size, that the first and the last stage have equal tied matrices, and that evaluation and generation work with
+stages."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ SPLIT_INPUTS = "--partition-activations"
 
 
 class LayoutCase(NamedTuple):
-    """A layout.
+    """A layout: its tensor-, pipeline- and data-parallel sizes.
 
-    micro: the micro-batch size. A step has 8 / (data · micro) micro-batches per rank.
+    micro: the micro-batch size.
     """
 
     tensor: int
@@ -65,7 +66,7 @@ QUICK = [
     LayoutCase(1, 3, 1, 2, ZERO_BUBBLE),
     LayoutCase(1, 3, 1, 1, "--decoder-first-pipeline-num-layers 1", layers=6),
     LayoutCase(2, 1, 2, 4, f"{SEQUENCE} {SHARDED} {SELECTIVE}"),
-    # The vocabulary has 257 ids, which 4 ranks do not divide.
+    # The vocabulary of 257 ids is not divisible by 4 ranks.
     LayoutCase(4, 1, 1, 8, "--make-vocab-size-divisible-by 1"),
     LayoutCase(2, 2, 1, 2, f"{SEQUENCE} {ZERO_BUBBLE}"),
     LayoutCase(1, 2, 2, 1, f"{SHARDED} {TWO_CHUNKS}"),
@@ -111,8 +112,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(rank: int, world_size: int, folder: Path, layouts: list[LayoutCase], count: int) -> list[dict[str, Any]]:
-    """Return for each layout the initial weights of this stage, the losses, and whether the two copies of the tied
-    matrix are equal."""
+    """Return for each layout the initial weights of this stage, the losses and norms, and the result of
+    `tied_state`."""
     found = []
     for number, layout in enumerate(layouts):
         trainer = start(rank, world_size, folder, f"{layout.command} --save {folder}/{world_size}_{number}")
@@ -139,7 +140,7 @@ def tied_state(trainer: Trainer) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def references(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return results of a single process, by the number of layers."""
+    """Return {number of layers: result of a run of one process}."""
     layouts = [LayoutCase(1, 1, 1, 8, layers=layers) for layers in (4, 6)]
     results = dict(zip((4, 6), run_ranks(train, 1, folder, layouts, 30)[0], strict=True))
     for result in results.values():
@@ -183,8 +184,8 @@ def test_losses_of_30_steps_over_all_layouts(folder: Path, references: dict[int,
 
 
 def test_16_bit_losses_are_close(folder: Path, references: dict[int, Any]) -> None:
-    """The bounds are one unit roundoff (2^-9 for bf16, 2^-12 for fp16) for a loss, which averages over thousands of
-    roundings, and four for the norm, in which errors do not average out."""
+    """The bound of a loss is one unit roundoff (2^-9 for bf16, 2^-12 for fp16), because a loss averages over thousands
+    of roundings. The bound of the norm is four times as large, because its errors do not average out."""
     roundoffs = {"bf16": 2**-9, "fp16": 2**-12}
     layouts = [LayoutCase(2, 1, 1, 8, f"--precision {name} --initial-loss-scale 1024") for name in roundoffs]
     for results in run_ranks(train, 2, folder, layouts, 30):

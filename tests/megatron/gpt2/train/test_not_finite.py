@@ -47,7 +47,7 @@ def errors_of_two_runs(rank: int, world: int, folder: Path) -> list[str]:
 def test_the_line_names_rank_and_tensor(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
     first, second = run_ranks(errors_of_two_runs, 2, tmp_path)
-    assert first == second  # All ranks report the same.
+    assert first == second  # All ranks raise the same error.
     for line, save in zip(first[:3], ("data", "tensor", "stages"), strict=True):
         assert line.startswith("2 steps in a row had a gradient that is not finite (loss scale 1, learning rate "), line
         assert f"the first such tensor is the gradient of {UP} on rank 1 (the state is in {tmp_path}/{save}/" in line

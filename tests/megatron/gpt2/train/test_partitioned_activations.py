@@ -34,7 +34,7 @@ def with_and_without_recompute(rank: int, world_size: int, folder: Path, precisi
         )
         trainer = start(rank, world_size, folder, flags)
         seen = steps(trainer, 3)
-        grads: list[torch.Tensor] = []  # the gradients of one more step, before the optimizer uses the buffer
+        grads: list[torch.Tensor] = []  # the gradients of one more step without its optimizer step
         with mock.patch.object(trainer.state.optimizer, "step", partial(collect_grads, trainer, grads)):
             train_step(trainer)
         results.append((seen, grads[0], snapshot(trainer)))

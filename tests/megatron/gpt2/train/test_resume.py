@@ -1,5 +1,5 @@
-"""The same command gives bit-identical results again, and so does a run that stops and continues, also in another
-layout while the batch grows. A resumed run prints how its training differs."""
+"""Test that a repeated command and a run that stops and continues give bit-identical results, that a run continues in
+another layout while its batch grows, and that a resumed run prints how its training differs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: Path, flags: 
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
     first = steps(trainer, 4)
     trainer.checkpoints.save()
-    steps(trainer, 1)  # --async-save is still writing; this step must not change what it saves.
+    steps(trainer, 1)  # This step must not change the checkpoint that --async-save still writes.
     trainer.checkpoints.finish()
     assert trainer.checkpoints.saved_iteration == 4
     finish(trainer)
-    torch.manual_seed(99)  # The state of the generators before the resume must not matter.
+    torch.manual_seed(99)  # The resumed run must not use this state of the generators.
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
     assert trainer.progress.iteration == 4
     second = steps(trainer, 4)
@@ -80,7 +80,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
         assert len(seen["loss"]) == 8 and clean[-1] < clean[0]
         for other in ("again", "resumed"):
             other_seen, other_tensors = results[other]
-            # The test compares repr, because the NaN of a skipped step is not equal to itself.
+            # The loss of a skipped step may be NaN, which is not equal to itself. So the test compares repr.
             assert repr(other_seen) == repr(seen), other
             assert other_tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():
@@ -107,8 +107,8 @@ def test_torchs_generators_are_equal_only_on_ranks_that_share_activations(tmp_pa
 
 
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
-    """After --no-load-optim the moments have seen fewer steps than the learning rate schedule. Both counts are saved.
-    The weights are loaded from the masters."""
+    """After --no-load-optim, the optimizer has done fewer steps than the run. Both numbers are saved. The weights are
+    loaded from the masters."""
     write_text(tmp_path)
 
     def run(save: str, count: int, more: str = "") -> tuple[list[float], Tensor, Tensor]:
@@ -217,7 +217,9 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "the same training within rounding (--precision bf16, was fp32; --ddp-bucket-size 1000, was 25000000)"
     )
     assert said("--seed 7 --ddp-bucket-size 1000") == "a different training from here on (--seed 7, was 1234)"
-    assert said("--no-load-rng") == "bit-identical to the run that wrote it"  # Masks depend on the sample indices.
+    assert (
+        said("--no-load-rng") == "bit-identical to the run that wrote it"
+    )  # The masks depend on sample indices, not on random streams.
     assert said("--micro-batch-size 2") == "the same training within rounding (--micro-batch-size 2, was 4)"
     assert said("--dropout-rng torch") == "a different training from here on (dropout draws other masks)"
     assert said("--no-load-optim --hidden-dropout 0") == (
@@ -246,17 +248,17 @@ def test_length_layout_and_unknown_settings() -> None:
     assert resume_equivalence(metadata(), metadata()) == same
     assert resume_equivalence(metadata(tensor=2), metadata()).startswith(rounding)
     assert resume_equivalence(metadata(4, tensor=2), metadata(4)) == same
-    # A longer run has a different learning rate schedule, unless the decay is given.
+    # A longer run has a different learning rate schedule, unless --lr-decay-iters is given.
     assert resume_equivalence(metadata(), metadata(iterations=20)) == same
     assert resume_equivalence(metadata(decay=None), metadata(decay=None, iterations=20)) == (
         "a different training from here on (--train-iters 20, was 10)"
     )
     before = metadata()
-    del before["config"]["parallel"]["exact_layouts"]  # The checkpoint is older than the flag.
+    del before["config"]["parallel"]["exact_layouts"]  # The version that wrote the checkpoint did not have the flag.
     for then, said in ((metadata(8), "8"), (before, "not given")):
         assert resume_equivalence(then, metadata(4)) == f"{rounding} (--exact-layouts 4, was {said})"
     assert resume_equivalence(before, metadata()) == same
-    # A file of another program without exact layouts does not have their default.
+    # In a checkpoint of another program, a missing flag is unknown.
     converted = {**before, "converted_from": "torch_dist", "computed_by": None}
     for empty in ({}, {"layout": 3, "computed_by": None}, converted):
         assert resume_equivalence(empty, metadata()) == (

@@ -1,9 +1,9 @@
-"""One rank in a real process group calls all collectives, as if there were other ranks. Here the backend is gloo.
-tests/gpu/test_cuda.py does the same with NCCL on a single GPU.
+"""Test that one rank in a process group calls all collectives, as if there were other ranks, with gloo. The tests in
+tests/gpu/test_cuda.py do this with NCCL on a single GPU.
 
-Normally no collective is called in a group of one rank. Inside `single_rank_group` the size of the group is 1 in
-arithmetic and more than 1 in comparisons. So every collective is called, and the losses must be those of a run without
-a group.
+Without this test, no collective is called in a group of one rank. Inside `single_rank_group` the size of the group is 1
+in arithmetic and more than 1 in comparisons. So the program calls every collective, and the losses must be those of a
+run without a group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import mpu
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-# Each case has flags, and the collectives that they need in addition to those of every run.
+# {name: (flags, collectives that the flags need in addition to those of every run)}
 RUNS: dict[str, tuple[str, set[str]]] = {
     "plain": ("", set()),
     "sequence parallel, sharded": (
@@ -46,7 +46,7 @@ class FakeGroupSize(int):
     def __eq__(self, other: object) -> bool:
         return False
 
-    def __mul__(self, other: int) -> int:  # A product of group sizes is a plain number.
+    def __mul__(self, other: int) -> int:  # Products with other group sizes are 1.
         return self if type(other) is int and other == 1 else 1
 
     def __gt__(self, other: int) -> bool:

@@ -29,7 +29,7 @@ SMALL = (
     "--hidden-dropout 0 --make-vocab-size-divisible-by 8"
 ).split()
 
-# flags that give the same model, for tests without a training run
+# The model of the flags in SMALL, for tests without a training run
 SHAPE = ModelConfig(
     num_layers=2,
     hidden_size=128,
@@ -66,7 +66,7 @@ def make_context(
 
 def start(rank: int, world_size: int, folder: str | Path, flags: str | Sequence[str]) -> Trainer:
     """Build the trainer of a run with these flags in `folder`."""
-    with mock.patch.object(devices, "_measure_gemm_flops", return_value=1e12):  # The measurement takes 0.3 s.
+    with mock.patch.object(devices, "_measure_gemm_flops", return_value=1e12):  # The measurement would take 0.3 s.
         trainer = build_trainer(
             make_context(folder, flags, RankInfo(rank, world_size, rank, world_size)), lambda line: None
         )

@@ -68,7 +68,7 @@ def errors_of_flips(
 
 
 def test_replicas_name_the_rank(tmp_path: Path) -> None:
-    """The replicas find a bit that flips while the rank's own state is not hashed."""
+    """If a bit flips while the rank's state is not hashed, the comparison with the replicas finds it."""
     write_text(tmp_path, 1000)
     three = run_ranks(errors_of_flips, 3, tmp_path, "", [(1, 3, "exp_avg", UP), (2, 2, "weight", NORM)])
     assert three[0] == three[1] == three[2]
@@ -76,7 +76,7 @@ def test_replicas_name_the_rank(tmp_path: Path) -> None:
     assert of_others.startswith(
         f"4: rank 1 holds a different weight of {UP} and 1 other than the other replicas, since "
         "iteration 2, the last clean hash: "
-    ), of_others  # The update of iteration 4 used the flipped moment.
+    ), of_others  # The update of iteration 4 has used the flipped moment.
     assert of_itself.startswith(
         f"2: rank 2 holds a different weight of {NORM} than the update of iteration 2 left, the last clean hash: the "
         "memory of a rank has changed by itself"
@@ -101,7 +101,7 @@ def test_split_sharded_and_staged_state(tmp_path: Path) -> None:
     assert " than each other, since iteration 2" in norm_apart
     assert up.startswith(f"2: rank 1 holds a different exp_avg of {UP} than the update"), up
     assert re.match(r"2: rank 1 holds a different master of \S+ than the update", master), master
-    assert weight == "", weight  # The update of iteration 4 has rounded it from its master again.
+    assert weight == "", weight  # The update of iteration 4 has overwritten the flipped weight by its rounded master.
     assert staged.startswith(f"2: rank 1 holds a different exp_avg_sq of {NORM} than the update"), staged
 
 
@@ -113,8 +113,10 @@ SPIKE_FLAGS = (
 
 def test_spike_threshold() -> None:
     spikes = SpikeDetector(1.5)
-    assert not any(map(spikes.median_if_spike, (9.0, 3.0, None, 3.1, 3.2, 4.6)))  # 9.0 counts for the median.
-    assert spikes.median_if_spike(4.9) == 3.2 and spikes.median_if_spike(4.9) == 3.2  # 4.9 does not.
+    assert not any(map(spikes.median_if_spike, (9.0, 3.0, None, 3.1, 3.2, 4.6)))  # The median is over all these losses.
+    assert (
+        spikes.median_if_spike(4.9) == 3.2 and spikes.median_if_spike(4.9) == 3.2
+    )  # A spike does not count for the median.
     for _ in range(WINDOW):
         spikes.median_if_spike(2.0)
     assert spikes.median_if_spike(3.1) == 2.0
@@ -123,7 +125,8 @@ def test_spike_threshold() -> None:
 
 
 def samples_read(rank: int, world: int, folder: Path, flags: str, until: int) -> dict[int, list[int]]:
-    """Return the samples that this rank read, by iteration. A repeated iteration has the samples of its last time."""
+    """Return {iteration: samples that this rank read}. For a repeated iteration these are the samples of the last
+    repetition."""
     trainer = start(rank, world, folder, f"{SPIKE_FLAGS} {flags} --exit-interval {until}")
     seen: dict[int, list[int]] = {}
     read = trainer.data.to_device
@@ -140,7 +143,7 @@ def samples_read(rank: int, world: int, folder: Path, flags: str, until: int) ->
 
 
 def samples_read_with_spike(rank: int, world: int, folder: Path) -> dict[int, list[int]]:
-    plant(Fault(spike, rank, 16))  # Each rank reads noise in the step after 16.
+    plant(Fault(spike, rank, 16))  # Each rank reads random tokens in step 17.
     return samples_read(rank, world, folder, "--use-distributed-optimizer", 20)
 
 
@@ -157,12 +160,12 @@ def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
         return sorted(sum((of_rank[iteration] for of_rank in seen), []))
 
     assert read(15) == [56, 57, 58, 59]
-    assert read(16) == [68, 69, 70, 71] and read(20) == [84, 85, 86, 87]  # The samples 60 to 67 were in the window.
+    assert read(16) == [68, 69, 70, 71] and read(20) == [84, 85, 86, 87]  # Samples 60 to 67 are skipped.
     logged = [json.loads(line)["iteration"] for line in (save / "metrics.jsonl").read_text().splitlines()]
     assert logged == list(range(1, 21))
     assert (save / LATEST_FILE).read_text() == "20\n"
 
-    # A different layout continues the run.
+    # The run continues in a different layout, with the samples that follow.
     on_one = samples_read(0, 1, tmp_path, "--model-parallel-size 1", 22)
     assert on_one == {21: [88, 89, 90, 91], 22: [92, 93, 94, 95]}
 
