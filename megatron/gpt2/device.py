@@ -104,7 +104,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
     with warnings.catch_warnings(record=True) as caught:  # If CUDA fails, torch's warning contains the reason.
         warnings.simplefilter("always")
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # If each rank sees one GPU, this may be the same GPU. `refuse_shared_gpus` compares the UUIDs later.
+    # All ranks may see the same single GPU. `refuse_shared_gpus` compares the UUIDs later.
     if visible == 1 and rank_info.local_world_size > 1:
         return torch.device("cuda", 0), f"device: {torch.cuda.get_device_name(0)}, the only GPU that this rank sees"
     if visible:
@@ -114,7 +114,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
             f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo",
         )
         return torch.device("cuda", rank_info.local_rank), f"device: {torch.cuda.get_device_name(rank_info.local_rank)}"
-    problem = ""  # also if the GPU is hidden on purpose
+    problem = ""  # A GPU that is hidden on purpose is not a problem.
     if gpu_present() and environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         detail = f" ({' '.join(str(caught[0].message).split())})" if caught else ""
         problem = (

@@ -8,8 +8,8 @@ microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience
     ignored      the flag cannot change the training; the start of a run prints the reason
     refused      the flag is an error, because it would change result, memory or speed; its text names an alternative
 
-Other models than GPT-2 need a flag that selects them (`--num-experts`, `--multi-latent-attention`, …). This flag is
-refused, and flags that have no effect without it are ignored.
+Flags that select a different model than GPT-2 are refused (`--num-experts`, `--multi-latent-attention`, …). Flags that
+have no effect without one of these are ignored.
 """
 
 import collections

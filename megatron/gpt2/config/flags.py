@@ -48,7 +48,7 @@ def _finite_float(text: str) -> float:
     return value
 
 
-_integer.__name__, _finite_float.__name__ = "int", "float"  # argparse names the type in its errors.
+_integer.__name__, _finite_float.__name__ = "int", "float"  # The error messages of argparse have these names.
 
 # {type of a field: keyword arguments for `add_argument`}
 ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
 def help_of_field(f: dataclasses.Field[Any]) -> str:
     """Return the help text of a flag with its default."""
     default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-    has_none = default is None or default is False or default == ""  # The default 0 is a value.
+    has_none = default is None or default is False or default == ""  # A default of 0 is shown.
     return f.metadata["help"] + ("" if has_none else f" (default: {default})")
 
 

@@ -879,8 +879,8 @@ NEW_NAMES: dict[str, str | None] = {
 
 
 def with_new_names(values: Any) -> Any:
-    """Return a copy of a dictionary from a file in which keys of earlier versions have today's names. Dictionaries
-    inside it are copied in the same way. Values that are not dictionaries are returned unchanged."""
+    """Return a copy of a dictionary from a file in which keys of earlier versions have today's names, also in nested
+    dictionaries. A value that is not a dictionary is returned unchanged."""
     if not isinstance(values, dict):
         return values
     renamed = {NEW_NAMES.get(name, name): with_new_names(value) for name, value in values.items()}

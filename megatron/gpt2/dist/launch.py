@@ -238,8 +238,8 @@ def _check_init_method(launch: Launch) -> None:
 
 
 def _job_port(environ: Environment) -> str:
-    """Return the port of a job, below the ephemeral ports. All ranks of a job compute the same port, and other jobs on
-    the machine usually a different one."""
+    """Return the port of a job, below the ephemeral ports. All ranks of a job compute the same port. Different jobs
+    usually compute different ports."""
     job = next((environ[name] for name in JOBS if name in environ), None)
     if job is None:
         return DEFAULT_PORT
@@ -251,5 +251,5 @@ def _first_slurm_host(environ: Environment) -> str:
     Slurm's own tool for such lists, scontrol, may not be installed."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     text = next((environ[name] for name in names if environ.get(name)), "")
-    first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # up to the first comma outside brackets
+    first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # The text up to the first comma outside brackets
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)

@@ -104,7 +104,8 @@ class RunLog:
     start_iteration: the iteration at which the run starts. Metrics and samples of later iterations are removed, because
         these steps are repeated. A run that starts at 0 renames the record files of an earlier run.
     metric_writers: writers that also get the metrics. `close` closes them.
-    is_owner: a function that returns False if another run has taken the folder. Then nothing is written there.
+    is_owner: a function that returns whether the folder still belongs to this run. If not, the run writes nothing
+        there.
     """
 
     def __init__(
@@ -185,19 +186,22 @@ class RunLog:
                 append_line(self.directory / name, json.dumps(record, allow_nan=False))
         except OSError as error:  # A full disk, for example, must not end a run.
             if not self._has_warned:
-                self._has_warned = True  # before `info`, which writes a record, too
+                self._has_warned = True  # It is set first, because `info` also writes a record.
                 self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
 
     def sync(self) -> None:
         """Flush the records to the disk. If this method is called before a save, the records have all iterations of the
         checkpoint also after a power failure."""
-        # The name "" stands for the folder of these files.
+        # The name "" is for the folder itself, whose list of files is flushed, too.
         for name in (METRICS, SAMPLES, HISTORY, "") if self.active else ():
-            with contextlib.suppress(OSError):  # There is no record yet, or `_append` has warned about the disk.
+            with contextlib.suppress(
+                OSError
+            ):  # The file does not exist yet, or `_append` has warned about a disk error.
                 fsync_path(self.directory / name)
 
     def report(self, *, final: bool = False) -> None:
-        """Write report.html. During the run, skip calls so that writing takes at most REPORT_TIME_SHARE of the time.
+        """Write report.html. During the run, calls are skipped so that reports take at most REPORT_TIME_SHARE of the
+        time.
 
         final: whether to write the report in any case."""
         began = time.monotonic()

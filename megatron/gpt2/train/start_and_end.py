@@ -103,7 +103,7 @@ class ProcessState:
         if self.context is not None and is_out_of_memory(error):
             if trainer is None:
                 self.context.incidents.refused(error)
-            # The first rank that runs out of memory prints the line.
+            # Only the first rank that runs out of memory prints an error.
             if rank_info.rendezvous is None or rank_info.rendezvous.store.add("out of memory", 1) == 1:
                 line = self.context.hooks.first_result(Hook.explain_out_of_memory, self.context)
                 print_status(line or f"out of memory on rank {rank_info.rank}: {error}")

@@ -104,7 +104,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
 
 
 def attention_lines(context: RunContext, parallel: mpu.ParallelState) -> list[str]:
-    """Choose the kernel of attention. Return lines for the log about the choice, and about attention dropout that is
+    """Choose the attention kernel. Return lines for the log about the choice, and about attention dropout that is
     slow or depends on the layout with this kernel."""
     config, device = context.config, context.device
     model, train = config.model, config.train

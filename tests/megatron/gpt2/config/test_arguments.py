@@ -1,5 +1,5 @@
-"""The command line: presets, aliases, flags of other programs, errors, batch size schedules, merging with a checkpoint,
-and config.json of a run, which --config repeats."""
+"""Test the command line: presets, aliases, flags of other programs, errors, batch size schedules, merging with a
+checkpoint, and --config with the config.json of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_flags_the_quickstart_runs():
     arguments = read("")
     assert arguments.preset == "quickstart" and not arguments.given and not arguments.notes
     assert (arguments.config.model.num_layers, arguments.config.train.train_iters) == (4, QUICKSTART_ITERS)
-    # The minimum is a twentieth of the rate.
+    # In the quickstart, --min-lr is a twentieth of --lr.
     assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(5e-6)
     assert arguments.config.checkpoint.save == "checkpoints/gpt2_quickstart"
     assert arguments.config.optimizer.optimizer == "muon"

@@ -241,7 +241,7 @@ def test_each_rank_needs_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ": give each rank a different GPU (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer ranks, or train on "
         "the CPU with --device cpu --distributed-backend gloo"
     )
-    # Ranks of different machines may use one GPU if these are containers.
+    # Hosts a and b may be containers on one machine, which share a GPU.
     assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) use the same GPU (UUID p){way_out}"] * 4
 
 
