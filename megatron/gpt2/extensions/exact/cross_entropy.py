@@ -1,4 +1,4 @@
-"""The output layer and its loss, computed in V shards of the vocabulary. Each shard has its own maximum.
+"""The output layer and its loss, computed in V shards of the vocabulary.
 
 Legend: c tokens of a chunk, t tokens, h hidden, v padded vocabulary, tp tensor-parallel size, V virtual ranks.
 """
@@ -20,7 +20,8 @@ from mpu.partition import check_ids
 
 
 def _combine(local: Tensor) -> Tensor:
-    """Combine the softmax statistics of all shards, [V, 3, c] -> [3, c]: maximum, sum of exponentials, target logit."""
+    """Combine the softmax statistics of all shards: largest logit, sum of exponentials and target's logit, [V, 3, c] ->
+    [3, c]."""
     max_logits, totals, target_logits = local.unbind(1)
     max_logit = max_logits.amax(dim=0)
     terms = totals * (max_logits - max_logit).exp()
@@ -28,7 +29,7 @@ def _combine(local: Tensor) -> Tensor:
 
 
 class _ExactLinearCrossEntropy(LinearCrossEntropy):
-    """A loss that inherits the backward of `LinearCrossEntropy`."""
+    """`LinearCrossEntropy` with a different forward."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -51,8 +52,8 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
         hidden = virtual.all_gather(hidden) if is_split else hidden
         weights = weight.chunk(virtual.per_rank)
         targets = [
-            vocab_parallel_targets(target, virtual.first + number, part.size(0), vocab_size)
-            for number, part in enumerate(weights)
+            vocab_parallel_targets(target, shard_index, part.size(0), vocab_size)
+            for shard_index, part in enumerate(weights, virtual.first)
         ]
         shape = (virtual.num_partial_sums, *hidden.shape)
         d_hidden = hidden.new_empty(shape if needs_grad else 0, dtype=virtual.sum_dtype(hidden.dtype))
@@ -68,15 +69,16 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
                 row_targets,
                 token_weight[rows] if needs_grad else None,
                 lambda local: _combine(virtual.all_gather(local)),
-                # Every layout processes the same number of rows at the same time.
+                # Every layout must process the same number of rows at a time.
                 rows=kernels.rows_in_cache(weights[0].size(0) * virtual.size) if hidden.is_cpu else chunk_size,
                 by_block=virtual.group is None,
             )
             loss += torch.dot(loss_from_stats(stats), token_weight[rows])
             if needs_grad:  # The softmax has overwritten the logits with their gradients.
                 d_hidden[:, rows] = virtual.sum_of_products(logits, weights, hidden.dtype)
-                for number, d_weight in enumerate(d_weights):
-                    d_weight.add(logits[number], hidden[rows])
+                for d_weight, d_logits in zip(d_weights, logits, strict=True):
+                    d_weight.add(d_logits, hidden[rows])
+                del d_logits
             del logits
         if needs_grad:
             totals = [d_weight.total().to(weight.dtype) for d_weight in d_weights]

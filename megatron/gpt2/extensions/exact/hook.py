@@ -35,7 +35,7 @@ class ExactLayouts(Hook):
         )
 
     def settings_equal_on_all_ranks(self, context: RunContext) -> dict[str, str]:
-        """Return the number of threads on a CPU. It decides the order of a sum, so it must be equal on all ranks."""
+        """Return the number of threads on a CPU, which decides the order of a sum."""
         if context.device.type != "cpu":
             return {}
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
@@ -56,7 +56,8 @@ class ExactLayouts(Hook):
 
 
 def build_reducer(buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
-    """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""
+    """Return the reducer, and connect it to the model's tied weight (`tied_grad_sink`). If the rank has both the head
+    and the embedding, their gradients are reduced separately."""
     embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
     reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
     model.tied_grad_sink = TiedGradAccumulator(reducer, TIED_WEIGHT, embedding_gradient)

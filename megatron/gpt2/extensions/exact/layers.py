@@ -1,7 +1,7 @@
-"""Linear layers, computed in V shards, and other layers whose gradients are sums over the sequence.
+"""Linear layers, computed in V shards. Layer norms and position embeddings, whose gradients are sums over the sequence.
 
-Between a column- and a row-parallel layer, hidden states are a tuple: one tensor for each virtual rank that this rank
-emulates.
+Between a column- and a row-parallel layer, hidden states are a tuple with one tensor for each virtual rank that this
+rank emulates.
 
 Legend: b batch, s sequence, h hidden, i input and o output features, t tokens, tp tensor-parallel size, V virtual
 ranks.
@@ -24,7 +24,7 @@ from mpu.transformer import LayerNorm
 
 
 def _columns(weight: Tensor, count: int) -> list[Tensor]:
-    """Split a weight [o, i] by columns. Each shard is contiguous, as on a rank that has only this shard."""
+    """Split a weight [o, i] by columns. Each shard is contiguous, as on a rank that emulates one virtual rank."""
     return [part.contiguous() for part in weight.chunk(count, dim=1)]
 
 
@@ -72,7 +72,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
 class ExactColumnParallelLinear(ColumnParallelLinear):
     """Y = XAᵀ + b, A and b split by output features. [s, b, i], or [s/tp, b, i] with sequence_parallel -> tuple of
-    [s, b, o/V]. Forward: no communication (all-gather of X); backward: tree sum of dX."""
+    [s, b, o/V]. Forward: no communication (with sequence_parallel an all-gather of X); backward: tree sum of dX."""
 
     def __init__(self, *args: Any, virtual_ranks: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -101,7 +101,7 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
 
 
 class _RowParallelLinear(torch.autograd.Function):
-    """XAᵀ, summed over the input features of this rank's virtual ranks: [k, s, b, o], see
+    """XAᵀ, summed over this rank's virtual ranks as far as the tree allows: [k, s, b, o], see
     `VirtualRanks.partial_sums`."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs = ctx.saved_tensors
-        rows = _tokens(dy[0].to(weight.dtype))  # dy has the dtype of the sum, but its values fit into `weight.dtype`.
+        rows = _tokens(dy[0].to(weight.dtype))  # This rounds nothing: dy is float32, with values of `weight.dtype`.
         dxs = [(rows @ part).view(x.shape) for part, x in zip(_columns(weight, len(xs)), xs, strict=True)]
         d_weight = ctx.weight_grad_fn(rows, [_tokens(x) for x in xs]) if ctx.needs_input_grad[0] else None
         return d_weight, None, None, *dxs
@@ -126,7 +126,8 @@ class _RowParallelLinear(torch.autograd.Function):
 class _AddParameter(torch.autograd.Function):
     """x + term(parameter) for a replicated parameter.
 
-    gradient: returns the parameter's gradient from dY of a slice of the sequence, and that slice.
+    gradient: returns the gradient of the parameter over a slice of the sequence. Its arguments are dY of the slice, and
+        the slice.
     """
 
     @staticmethod
@@ -149,10 +150,11 @@ class _AddParameter(torch.autograd.Function):
 
 class ExactRowParallelLinear(RowParallelLinear):
     """Y = XAᵀ + b, A split by input features, b replicated. Tuple of [s, b, i/V] -> [s, b, o], or [s/tp, b, o] with
-    sequence_parallel. Forward: tree sum of Y; backward: no communication (all-gather of dY)."""
+    sequence_parallel. Forward: tree sum of Y; backward: no communication (with sequence_parallel an all-gather of
+    dY)."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # Without sequence_parallel, the bias gets a complete gradient.
+        super().__init__(*args, **kwargs)  # without sequence_parallel, because the gradient of the bias is complete
         self.sequence_parallel = sequence_parallel
         self.virtual = VirtualRanks(virtual_ranks, self.group)
         self.sequence_ranks = VirtualRanks(virtual_ranks, self.group if sequence_parallel else None)
@@ -164,7 +166,7 @@ class ExactRowParallelLinear(RowParallelLinear):
             y: Tensor = sums.squeeze(0)
         else:
             k = len(sums)
-            y = apply_collective(  # The collective saves no tensor, so recomputation does not repeat it.
+            y = apply_collective(  # This function saves no tensor, so a recomputation does not repeat the collective.
                 sums,
                 self.group,
                 forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),
@@ -238,11 +240,11 @@ class ExactPositionEmbedding(PositionEmbedding):
 
         positions: [b, s] int64 (default: 0 to s - 1).
         """
-        own = self.local_positions(x)
+        local = self.local_positions(x)
         rows = (
-            torch.arange(own.start, own.stop, device=x.device).unsqueeze(1).expand(x.shape[:2])
+            torch.arange(local.start, local.stop, device=x.device).unsqueeze(1).expand(x.shape[:2])
             if positions is None
-            else positions.t()[own]
+            else positions.t()[local]
         )
 
         def gradient(dy: Tensor, part: slice) -> Tensor:

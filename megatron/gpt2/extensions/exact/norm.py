@@ -1,4 +1,4 @@
-"""Compute a gradient norm that has the same bits for any sharding of the gradients over ranks."""
+"""A gradient norm that has the same bits for any sharding of the gradients over ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from mpu.initialize import get_parallel_state
 
-SHARD_ALIGNMENT = 64  # Each local shard of a flat buffer starts at a multiple of this number of elements.
-_BITS = 27  # Each of the two integer sums has this number of bits of a square; 2^35 of them do not overflow an int64.
-_ELEMENTS_AT_ONCE = 1 << 24  # At most this number of elements is squared at the same time.
+SHARD_ALIGNMENT = 64  # Each shard of a gradient buffer starts at a multiple of this number of elements.
+_BITS = 27  # the bits of a square in each of the two integer sums: 2^35 squares do not overflow an int64
+_ELEMENTS_AT_ONCE = 1 << 24  # the elements that are squared at the same time
 
 
 def norm_block_size(virtual_ranks: int, *widths: int, device: torch.device) -> int:
-    """Return the largest block of elements that no boundary between virtual ranks cuts, for weights of these widths.
-    It is 1 on a GPU, where the bits of a reduction depend on the number of blocks."""
+    """Return the largest number of successive elements that no boundary between virtual ranks splits, for weights of
+    these widths. Return 1 for a GPU, where the bits of a reduction depend on the number of blocks."""
     return 1 if device.type == "cuda" else math.gcd(SHARD_ALIGNMENT, *(width // virtual_ranks for width in widths))
 
 
@@ -30,8 +30,8 @@ def exact_squared_norm(
     sharded: bool = False,
     block: int = 1,
 ) -> Tensor:
-    """Return `mpu.all_reduced_squared_norm` as a float64 scalar. It sums integers, so the order of the terms does not
-    matter.
+    """Return `mpu.all_reduced_squared_norm` as a float64 scalar. The function sums integers, so the order of the terms
+    does not matter.
 
     1. Compute the float32 norm of each block of `block` successive gradients. No block is split between two ranks.
     2. Divide the norms by a power of two that is larger than all of them, and square them in float32.

@@ -1,9 +1,9 @@
 """Gradients summed over micro-batches and data-parallel ranks along one binary tree.
 
 The bits of the sum do not depend on the number of data-parallel ranks or on the buckets. The leaves of the tree are the
-micro-batches of the global batch; each rank has successive ones. As in `sums.tree_sum`, an even number of leaves is
+micro-batches of the global batch. A rank has successive leaves. As in `sums.tree_sum`, an even number of leaves is
 split into halves, and an odd number is added from left to right. With 2^j ranks, each rank sums one subtree. With any
-other number, a rank's leaves form several subtrees, and the rank sends the sum of each one.
+other number of ranks, the leaves of a rank form several subtrees, and the rank sends the sum of each subtree.
 """
 
 import functools
@@ -21,12 +21,12 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, sl
 from mpu import ParallelState
 from mpu.mappings import all_gather_single
 
-# The tied matrix has two gradients, those of the embedding and of the head. In a pipeline they are on two stages. So
-# they are reduced separately and then added, even if one rank has both. In that case the gradient of the embedding has
-# this name.
+# The tied matrix has two gradients, those of the embedding and of the head. In a pipeline they are on two stages, so
+# every layout reduces them separately and then adds them. If one rank has both, this is the name of the embedding's
+# gradient.
 EMBEDDING_GRADIENT = f"{TIED_WEIGHT}, the embedding's"
 
-LeafRange = tuple[int, int]  # the leaves of a partial sum: the first leaf, and the leaf after the last one
+LeafRange = tuple[int, int]  # the leaves of a partial sum: the first one, and the last one plus 1
 PartialSums = list[tuple[LeafRange, Any]]  # adjacent partial sums, with their values
 
 
@@ -48,8 +48,8 @@ def are_siblings(left: LeafRange, right: LeafRange, block: int) -> bool:
 
 
 def push(sums: PartialSums, leaves: LeafRange, value: Tensor | None, block: int) -> None:
-    """Append a partial sum, after the earlier ones that the tree adds to it are added to `value`, in place. If it is
-    None, only the leaves are counted."""
+    """Append the partial sum `value` of `leaves` to `sums`. Partial sums at the end of `sums` that the tree adds to
+    `value` are first added in place. If `value` is None, only the ranges of leaves are computed."""
     while sums and are_siblings(sums[-1][0], leaves, block):
         (start, _), before = sums.pop()
         leaves = start, leaves[1]
@@ -68,10 +68,10 @@ def sums_of_rank(rank: int, num_microbatches: int, ranks: int) -> list[LeafRange
 
 
 class ExactBucketReducer(BucketReducer):
-    """The same sums as `BucketReducer`, in an order that does not depend on the layout.
+    """`BucketReducer` with sums in an order that does not depend on the layout.
 
-    A rank stores about log2(micro-batches) partial sums in float32. It sends a bucket with an all-to-all; each rank
-    then adds the partial sums of its shard and, without a sharded optimizer, all-gathers the result.
+    A rank stores about log2(micro-batches) partial sums in float32. An all-to-all sends the partial sums of a bucket.
+    Each rank then adds those of its shard and, without a sharded optimizer, all-gathers the result.
 
     by_rows: the gradient that `add_rows` adds to: `EMBEDDING_GRADIENT` if the rank has both the embedding and the head.
     """
@@ -83,22 +83,22 @@ class ExactBucketReducer(BucketReducer):
         super().__init__(buffer, parallel.data_parallel_group, embedding_group=parallel.embedding_group)
 
     def begin(self, num_microbatches: int) -> None:
-        """Begin a step, see `BucketReducer.begin`."""
+        """See `BucketReducer.begin`."""
         self._block = odd_factor(num_microbatches * self._ranks)
         self._num_microbatches = num_microbatches
         self._sums_of_ranks = [sums_of_rank(rank, num_microbatches, self._ranks) for rank in range(self._ranks)]
-        self._waiting: defaultdict[str, PartialSums] = defaultdict(list)  # the finished sums before the sum in `_grad`
+        self._waiting: defaultdict[str, PartialSums] = defaultdict(list)  # finished sums of earlier leaves
         super().begin(num_microbatches)
 
     def register_grad_ready(self, name: str) -> None:
-        """See `BucketReducer.register_grad_ready`. The current partial sum is added to stored sums where the tree does
-        this, and is then stored if the next leaf starts a new sum."""
-        grad, waiting, first = self._grad(name), self._waiting[name], self._rank * self._num_microbatches
-        leaf = first + self._num_microbatches - self._awaited[name]
-        push(waiting, (waiting[-1][0][1] if waiting else first, leaf + 1), grad, self._block)
+        """See `BucketReducer.register_grad_ready`. Stored partial sums that the tree adds to the current one are added.
+        If the next leaf starts a new partial sum, the current one is stored."""
+        grad, waiting, first_leaf = self._grad(name), self._waiting[name], self._rank * self._num_microbatches
+        leaf = first_leaf + self._num_microbatches - self._awaited[name]
+        push(waiting, (waiting[-1][0][1] if waiting else first_leaf, leaf + 1), grad, self._block)
         (start, end), _ = waiting.pop()
-        # In a block, the next leaf can be added directly. A leaf of `by_rows` is itself a sum over rows, so it needs an
-        # empty buffer.
+        # The next leaf of a block can be added directly. A leaf of `by_rows` is a sum over rows, which must start from
+        # zero.
         grows = end - start < self._block and start % self._block == 0 and name != self._by_rows
         if self._awaited[name] > 1 and not grows:
             waiting.append(((start, end), grad.clone()))
@@ -106,7 +106,7 @@ class ExactBucketReducer(BucketReducer):
         super().register_grad_ready(name)
 
     def finish_grad_sync(self) -> None:
-        """Finish a step, see `BucketReducer.finish_grad_sync`."""
+        """See `BucketReducer.finish_grad_sync`."""
         if self._group is None:
             self._add_tied_gradient()
         super().finish_grad_sync()
@@ -128,8 +128,8 @@ class ExactBucketReducer(BucketReducer):
 
     def _in_bucket(self, name: str, bucket: Tensor) -> Tensor:
         """Return the view of parameter `name` in a tensor that is as long as its bucket."""
-        own = slice_within(self._buffer.ranges[name], self._buffer.buckets[self._buffer.bucket_of[name]].range)
-        return bucket[own].view_as(self._buffer.parameters[name])
+        part = slice_within(self._buffer.ranges[name], self._buffer.buckets[self._buffer.bucket_of[name]].range)
+        return bucket[part].view_as(self._buffer.parameters[name])
 
     def _bucket(self, index: int) -> Tensor:
         """Return the gradients of a bucket. The index after the last bucket belongs to the embedding's gradient."""

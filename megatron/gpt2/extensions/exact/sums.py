@@ -16,16 +16,16 @@ from mpu.initialize import group_rank_and_size
 from mpu.mappings import all_gather_first_dim
 from mpu.partition import divide
 
-# On a CPU, this number of rows of a product is summed at the same time, so that the terms stay in a core's cache until
-# they are added. A different number could change the bits. A GPU adds all rows at the same time.
+# A CPU computes this number of rows of all products before it adds them, so that the products stay in a core's cache. A
+# different number could change the bits. A GPU computes all rows at once.
 ROWS = 512
 
 
 def tree_sum(terms: Sequence[Tensor]) -> Tensor:
     """Sum the terms in float32 along a binary tree. Terms have any shape and dtype.
 
-    An even number of terms is split into two halves, recursively; an odd number is added from left to right. If 2^j
-    ranks hold equally many successive terms, each rank can sum its own subtree."""
+    An even number of terms is split into two halves, recursively. An odd number of terms is added from left to right.
+    If 2^j ranks hold equally many successive terms, the terms of a rank are one subtree."""
     if len(terms) == 1:
         return terms[0].float()
     if len(terms) % 2:
@@ -46,8 +46,8 @@ class VirtualRanks:
         rank, ranks = group_rank_and_size(group)
         self.size, self.group, self.per_rank = size, group if ranks > 1 else None, divide(size, ranks)
         self.first = rank * self.per_rank
-        # With 2^j ranks, the terms of each rank form one subtree, so a rank sends one partial sum. With any other
-        # number (3 for V = 6), the terms of a rank belong to different subtrees, so the rank sends each term.
+        # With 2^j ranks, the terms of each rank form one subtree, so a rank sends one partial sum. Otherwise, for
+        # example with 3 ranks and V = 6, the terms of a rank belong to different subtrees, so the rank sends each term.
         self.num_partial_sums = 1 if ranks & (ranks - 1) == 0 else self.per_rank
 
     def partial_sums(self, terms: Sequence[Tensor]) -> Tensor:
@@ -84,8 +84,8 @@ class VirtualRanks:
         return total if scatter else self.all_gather(total).view(partial_sums.shape[1:])
 
     def sum_of_products(self, xs: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Σ x · w over this rank's virtual ranks: V/tp pairs of [t, i] and [i, o] -> [k, t, o]. Each product is rounded
-        to its own dtype, the sum to the dtype of partial sums."""
+        """Σ x · w over this rank's virtual ranks: V/tp pairs of [t, i] and [i, o] -> [k, t, o]. The products have the
+        dtype of their operands, and the sum has that of `sum_dtype`."""
         t = xs[0].size(0)
         out = xs[0].new_empty((self.num_partial_sums, t, weights[0].size(1)), dtype=self.sum_dtype(dtype))
         at_once = ROWS if xs[0].is_cpu else t

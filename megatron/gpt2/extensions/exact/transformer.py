@@ -41,10 +41,9 @@ class ExactSelfAttention(ParallelSelfAttention):
         if attention_fn is not None:  # The KV cache keeps all heads of a rank in one tensor.
             outputs = attention_fn(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1)
         else:
-            first = self.dense.tp_rank * len(qkv)
             outputs = tuple(
-                self.compute_attention(part, packed_seq_params, dropout_seeds, (first + number) * part.size(2))
-                for number, part in enumerate(qkv)
+                self.compute_attention(part, packed_seq_params, dropout_seeds, virtual_rank * part.size(2))
+                for virtual_rank, part in enumerate(qkv, self.dense.tp_rank * len(qkv))
             )
         out: Tensor = self.dense(outputs)
         return out
@@ -54,10 +53,10 @@ class ExactMLP(ParallelMLP):
     """gelu(xAᵀ + a)Bᵀ + b, computed for f/V rows of A and columns of B at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = self.dense_h_to_4h(x)  # V/p of [s, b, f/V]
+        intermediate = self.dense_h_to_4h(x)  # V/tp of [s, b, f/V]
         if self.recompute:
-            return checkpoint_without_output(self.gelu, lambda *inside: self.dense_4h_to_h(inside), *inside)
-        out: Tensor = self.dense_4h_to_h([self.gelu(part) for part in inside])
+            return checkpoint_without_output(self.gelu, lambda *parts: self.dense_4h_to_h(parts), *intermediate)
+        out: Tensor = self.dense_4h_to_h([self.gelu(part) for part in intermediate])
         return out
 
 
@@ -65,7 +64,7 @@ def exact_submodules(virtual_ranks: int, group: ProcessGroup | None = None) -> M
     """Return the layers of a model with the same bits at every tensor-parallel size that divides `virtual_ranks`.
 
     `virtual_ranks` must divide the heads, the width inside the MLP, the padded vocabulary and the sequence length.
-    group: the model's tensor-parallel group (default: the default one)."""
+    group: the model's tensor-parallel group (default: the default tensor-parallel group)."""
     group = group or get_tensor_model_parallel_group()
 
     def layer_norm(*args: Any, sequence_parallel: bool = False, **kwargs: Any) -> ExactLayerNorm:
