@@ -1,6 +1,6 @@
-"""Model parallelism in the Megatron style: process groups, split layers and their collectives. It needs only torch;
-dropout with given seeds also needs numpy. On a GPU, Triton (a part of torch's builds for GPUs) computes norms, GELU,
-the loss, AdamW and this dropout. If a Triton kernel fails, `TritonKernel` warns and uses PyTorch's operators.
+"""Model parallelism in the Megatron style: process groups, split layers and their collectives. The package needs only
+torch; dropout with given seeds also needs numpy. On a GPU, Triton (a part of torch's builds for GPUs) computes norms,
+GELU, the loss, AdamW and this dropout. If a Triton kernel fails, `TritonKernel` warns and uses PyTorch's operators.
 
 The modules, from the lowest to the highest:
 
@@ -16,11 +16,11 @@ The modules, from the lowest to the highest:
     transformer       attention, MLP and transformer layer
 
 `kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions
-of Megatron's 2019 API. `kernels` computes single operations; its choice depends on device, dtype and shape. The modules
-in `kernels` use no process groups.
+of Megatron's first release. `kernels` computes single operations; the device, dtype and shape decide which kernel runs.
+The modules in `kernels` use no process groups.
 
-Functions and classes of Megatron's `mpu` of 2019 keep their meaning and the order of their arguments. Arguments that
-were added later are keyword-only.
+Functions and classes of the `mpu` of Megatron's first release (2019) keep their meaning and the order of their
+arguments. Arguments that were added later are keyword-only.
 """
 
 from torch.nn.functional import dropout as dropout  # `mpu.dropout` was public until version 0.3.

@@ -31,8 +31,8 @@ Reload = Callable[[], Tensor]  # A function that returns the tensor on the devic
 
 
 class ActivationOffload:
-    """Host buffers and the copy stream for the activations of a model on `device`. On a CPU the copies are also made,
-    for tests, but they save no memory.
+    """Host buffers and the copy stream for the activations of a model on `device`. Copies are also made on a CPU, for
+    tests, where no memory is saved.
 
     A model calls `forward_begins` and `forward_ends` around each forward pass. In the pass it calls `next_group` or
     `offload_layer` for each group. Backward passes may run after several forward passes.
@@ -89,8 +89,8 @@ class ActivationOffload:
         return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def release(self, host: Tensor) -> None:
-        """Make a buffer of `allocate` available again. A copy from the buffer may still run: later copies into the
-        buffer wait for it in the copy stream."""
+        """Make a buffer of `allocate` available again. A copy from the buffer may still run, because the copy stream
+        runs later copies into the buffer after it."""
         self._free_buffers[host.numel(), host.dtype].append(host)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
@@ -139,7 +139,7 @@ class OffloadGroup:
             storage.free()
 
     def fetch(self, *, ahead: bool = False) -> None:
-        """Start to copy this group's live tensors back to the device, then those of the previous group."""
+        """Start to copy the live tensors of this group and of the previous group back to the device."""
         for storage in reversed(self._live()):
             storage.fetch()
         if not ahead and self._previous is not None:
@@ -175,12 +175,12 @@ class _OffloadedStorage:
         return self._on_device
 
     def __del__(self) -> None:
-        self._memory.wait(self._copied)  # Without this wait, the device memory could be reused during the copy.
+        self._memory.wait(self._copied)  # Otherwise the device memory could be reused during the copy.
         self._memory.release(self._host)
 
 
 def unpack(saved: Tensor | Reload) -> Tensor:
-    """Return the tensor whose saved form a function `pack` has returned."""
+    """Return the tensor from the result of a `pack` hook of `torch.autograd.graph.saved_tensors_hooks`."""
     return saved if isinstance(saved, Tensor) else saved()
 
 
@@ -195,8 +195,8 @@ def shard_and_offload_saved_tensors(
     of each tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway.
     Empty tensors too: torch 2.11 saves one on the CPU, which NCCL cannot gather.
 
-    group: the ranks that share each saved tensor. The tensor must be equal on all of them. Backward gathers the shards,
-        in the same order on all ranks. None saves whole tensors.
+    group: the ranks that share each saved tensor, which must be equal on all ranks of the group. Backward gathers the
+        shards, in the same order on all ranks. None saves whole tensors.
     activation_offload: None keeps the tensors on the device.
     """
     group = group if group is not None and group.size() > 1 else None

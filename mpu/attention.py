@@ -18,7 +18,7 @@ from mpu.random import ATTENTION_DROPOUT, current_rng_tracker
 
 @dataclass(frozen=True)
 class PackedSeqParams:
-    """The lengths of the documents in a micro-batch. With them no token attends to a token of a different document.
+    """The lengths of the documents in a micro-batch, so that no token attends to a token of a different document.
     megatron.core has a class with this name and purpose.
 
     lengths: the number of tokens of each document. A document that continues in the next sample counts as two. The sum
@@ -60,8 +60,8 @@ def core_attention(
     """
     s, b, n, _, d = qkv.shape
     seeds = dropout_seeds if dropout_p > 0 and kernels.has_seeded_attention(qkv.device.type) else None
-    # torch.compile cannot trace a change of the random stream. `ParallelTransformerLayer.__call__` changes it for a
-    # whole compiled layer.
+    # torch.compile cannot trace a change of the random stream. `ParallelTransformerLayer.__call__` changes the stream
+    # for a whole compiled layer.
     draws = dropout_p > 0 and seeds is None and not torch.compiler.is_compiling()
     with current_rng_tracker().fork() if draws else contextlib.nullcontext():
         if packed_seq_params is None and seeds is not None:

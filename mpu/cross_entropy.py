@@ -87,7 +87,7 @@ def vocab_parallel_cross_entropy(
     communication.
 
     logits: [..., v/tp], this rank's columns.
-    target: [...] int64, ids in the whole vocabulary. No id means "ignore", see `check_ids`.
+    target: [...] int64, ids in the whole vocabulary. No value leaves a token out, see `check_ids`.
     vocab_size: the true vocabulary size; columns after it are masked (default: no column is masked).
 
     The label_smoothing of megatron.core is not implemented.
@@ -95,8 +95,8 @@ def vocab_parallel_cross_entropy(
     group = group or get_tensor_model_parallel_group()
     vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]
     check_ids(target, vocab_size, "target")
-    # `forward` cannot find out whether gradients are enabled: autograd disables them inside, and needs_input_grad
-    # ignores no_grad.
+    # `forward` cannot find out whether gradients are enabled: autograd disables gradients inside `forward`, and
+    # needs_input_grad ignores no_grad.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
         logits, target, group, vocab_size, torch.is_grad_enabled()
     )
@@ -167,8 +167,8 @@ def chunk_size_for(tokens: int, row_bytes: int = 0) -> int:
     row_bytes: bytes of the logits of one token on a GPU; 0 on a CPU.
 
     A CPU takes 1/16 of the tokens, which saves memory, but at least 512, because smaller matrix products are slow. A
-    GPU takes as many tokens as fit into 4 GB, in chunks of equal size: each chunk reads the weight, and adds to its
-    gradient, once. The logits of 32,768 tokens of GPT-2 in bf16 take 3.3 GB.
+    GPU takes tokens with up to 4 GB of logits, in chunks of equal size. Few chunks are fast, because each chunk reads
+    the weight and updates the gradient of the weight. The logits of 32,768 tokens of GPT-2 in bf16 take 3.3 GB.
     """
     if not row_bytes:
         return max(512, tokens // 16)

@@ -2,7 +2,8 @@
 
 A split parameter has a different gradient on each rank. A replicated parameter has the same gradient on all ranks and
 counts once in the norm. With sequence parallelism, the gradient of a replicated parameter covers only this rank's part
-of the sequence: it is a partial sum and must be summed over the ranks. Such parameters are marked as in megatron.core.
+of the sequence: the gradient is a partial sum and must be summed over the ranks. `mark_sequence_parallel` marks the
+parameters with partial gradients, as megatron.core does.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +32,8 @@ def all_reduce_sequence_parallel_grads(parameters: Iterable[Tensor], group: Proc
     """Replace the `.grad` of each marked parameter by its sum over the group (default: the tensor-parallel group), in
     place, with one all-reduce in float32.
 
-    Call it once per step, after the last backward and before clipping, on every rank of the group with the same
-    parameters. If `mark_sequence_parallel` has marked no parameter, nothing is sent.
+    Call this function once per step, after the last backward and before clipping, on every rank of the group with the
+    same parameters. If `mark_sequence_parallel` has marked no parameter, nothing is sent.
     """
     all_reduce_coalesced([p.grad for p in parameters if is_sequence_parallel(p) and p.grad is not None], group)
 

@@ -16,8 +16,8 @@ class KeyValueCache:
     """Keys and values of all layers, in a tensor [r, n, 2, S, d] for each layer, allocated once.
 
     A row holds one text, starting at position 0. Texts can start and end at any time: `set_prompts` starts new texts in
-    some rows, and `set_positions` adds one token to each of the first b rows. `move` copies an unfinished text into
-    these rows. Texts can have different lengths: padding after a prompt is masked until new tokens overwrite it.
+    some rows, and `set_positions` adds one token to each of the first b rows. `move` copies a text to a different row.
+    Texts can have different lengths: padding after a prompt is masked until new tokens overwrite the padding.
     """
 
     def __init__(

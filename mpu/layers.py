@@ -3,9 +3,9 @@
 Legend: b batch, s sequence, h hidden, i input and o output features of this rank, tp tensor-parallel size, t tokens.
 
 With sequence_parallel (arXiv:2205.05198), activations outside the split layers are sharded by their first dimension:
-[s/tp, ...] instead of [s, ...]. These are the input of a column-parallel layer and the output of a row-parallel layer
+[s/tp, ...] instead of [s, ...]. The input of a column-parallel layer is sharded, and the output of a row-parallel layer
 or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, which together send as many bytes. Backward
-of a column-parallel layer needs one more all-gather, because it gathers the input again.
+of a column-parallel layer needs one more all-gather, because the layer gathers its input again.
 
 A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. After `torch.manual_seed(s)`, the
 layer therefore gets the same weights for every group size, equal to the weights of the plain `torch.nn` layer.
@@ -41,7 +41,7 @@ WeightGradFn = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class ParallelLayer(nn.Module):
-    """Base class of the linear and embedding layers. It creates parameters from partition specs."""
+    """Base class of the linear and embedding layers, which creates parameters from partition specs."""
 
     def __init__(self, group: ProcessGroup | None, device: Device, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -160,8 +160,9 @@ def linear(
 
 
 class ParallelLinear(ParallelLayer):
-    """A linear layer with weight A [output_size, input_size], split along dimension `dim`, and bias b, split if the
-    outputs are. The positional arguments of the subclasses are those of Megatron's first release (2019).
+    """A linear layer with weight A [output_size, input_size] and bias b. A is split along dimension `dim`; b is split
+    if the output features are split. The positional arguments of the subclasses are those of Megatron's first release
+    (2019).
 
     stride: must be 1; other values raise ValueError.
     keep_master_weight_for_test: store the whole weight, before it is split, as `master_weight`. Only this name of 2019

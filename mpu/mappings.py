@@ -8,8 +8,8 @@
 With sequence parallelism (arXiv:2205.05198, section 4.2.2), the tensors between a g and the next f are sharded by their
 first dimension, and each all-reduce is replaced by its two halves:
 
-    gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (g of 2205.05198)
-    reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
+    gather from sequence parallel region         forward: all-gather       backward: reduce-scatter   (g of 2205.05198)
+    reduce-scatter to sequence parallel region   forward: reduce-scatter   backward: all-gather       (g's conjugate)
 
 The two papers call different operations g. ColumnParallelLinear contains its own f (with sequence parallelism its own
 gather), whose collective in backward overlaps the computation of the weight gradient. The model's head calls the

@@ -53,7 +53,7 @@ def batched_p2p_ops(
 
 
 def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int]:
-    """Return the group (None if it has one rank), this rank's number in it, and its size."""
+    """Return the pipeline group (None for one rank), this rank's number in the group, and the size of the group."""
     group = group or get_pipeline_model_parallel_group()
     rank, size = group_rank_and_size(group)
     return group if size > 1 else None, rank, size

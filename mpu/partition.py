@@ -23,8 +23,8 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
     """Return the number of rows of the embedding: the smallest multiple of `divisible_by` and `tp_size` that is at
     least `vocab_size`.
 
-    Megatron rounds up to a multiple of the product of both. With their least common multiple, 50,257 becomes 50,304 for
-    every power of two up to 128, so shapes do not depend on the layout.
+    Megatron rounds up to a multiple of the product of the two numbers. The least common multiple makes 50,304 of 50,257
+    for every power of two up to 128, so shapes do not depend on the layout.
     """
     multiple = math.lcm(divisible_by, tp_size)
     return -(-vocab_size // multiple) * multiple

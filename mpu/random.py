@@ -1,12 +1,12 @@
 """Random number streams, dropout, and activation checkpointing that repeats the same random numbers.
 
-GPT-2's dropout uses `make_dropout_seeds` by default (`--dropout-rng counter`, described below), but attention on a GPU
-does not. All other dropout draws from two streams:
+GPT-2's dropout uses `make_dropout_seeds` by default (`--dropout-rng counter`, described below). With `--dropout-rng
+torch`, and in attention on a GPU, dropout draws from two streams:
 
-    default generator   the same on all ranks of a tensor-parallel group. Used for the dropout of embeddings and hidden
-                        states, which are replicated
-    tracker             seeded with seed + 2718 + tensor-parallel rank. Used for the dropout of attention, whose heads
-                        are split, and of hidden states with sequence parallelism
+    default generator   Equal on all ranks of a tensor-parallel group. It draws the masks of embeddings and hidden
+                        states, which are replicated.
+    tracker             Seeded with seed + 2718 + tensor-parallel rank. It draws the masks of attention, whose heads
+                        are split, and of hidden states with sequence parallelism.
 
 A program that needs different numbers on each data-parallel rank or pipeline stage must pass different seeds. All
 functions work on CPU and GPU. Some names contain "cuda" because Megatron's names do.
@@ -39,7 +39,7 @@ _TRACKER_OFFSET = 2718
 # the locations of dropout in a layer; the dropout of the embeddings belongs to the first layer
 EMBEDDING_DROPOUT, ATTENTION_DROPOUT, POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT = range(4)
 
-_device: str | None = None  # "cpu" or "cuda", the device of dropout's generator; None if it is not set
+_device: str | None = None  # the device of dropout's generator, "cpu" or "cuda"; None before it is set
 
 
 def _on_gpu() -> bool:
@@ -115,7 +115,7 @@ def current_rng_tracker() -> RNGStatesTracker:
     """Return `mpu.get_cuda_rng_tracker()`. The layers and `checkpoint` use this function.
 
     A program may replace `mpu.get_cuda_rng_tracker`, so this function looks the name up in the package at each call.
-    DeepSpeed's activation checkpointing replaces it, because it repeats the masks of its own tracker only.
+    DeepSpeed's activation checkpointing repeats only masks that are drawn from DeepSpeed's tracker.
     """
     return sys.modules["mpu"].get_cuda_rng_tracker()  # type: ignore[no-any-return]
 
@@ -138,8 +138,8 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
 
 def make_dropout_seeds(seed: int, sample_ids: Tensor, num_layers: int) -> Tensor:
     """Return the numbers that determine the dropout masks of a micro-batch, int64 [l, b, 3]: the seed, the number of
-    the sample and the number of the layer. They are a tensor because torch.compile would compile a layer again for each
-    new integer.
+    the sample and the number of the layer. Integers instead of a tensor would make torch.compile compile a layer again
+    for each new number.
 
     sample_ids: int64 [b], the numbers of the samples in the whole run, on the model's device.
     """
@@ -161,7 +161,7 @@ def apply_hidden_dropout(
 ) -> Tensor:
     """Dropout of hidden states [s, b, h], or [s/tp, b, h] with sequence_parallel.
 
-    dropout_seeds: int64 [b, 3], one layer of `make_dropout_seeds`. Without them the mask is drawn from the default
+    dropout_seeds: int64 [b, 3], one layer of `make_dropout_seeds`. Without seeds the mask is drawn from the default
         generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel,
         each rank holds a different part, and the mask is drawn from the tracker.
     first_position: the position of x[0] in the samples.
@@ -213,8 +213,8 @@ def checkpoint(
 def checkpoint_without_output(
     function: Callable[[Tensor], Tensor], consumer: Callable[..., Tensor], *xs: Tensor
 ) -> Tensor:
-    """Return consumer(function(x)), but save x for backward instead of function(x). This is for a cheap function such
-    as GELU or layer norm, which backward computes again. x and function(x) have the same shape, for example [s, b, h].
+    """Return consumer(function(x)), but save x for backward instead of function(x). Backward computes `function` again,
+    so it should be cheap, such as GELU or layer norm. x and function(x) have the same shape, for example [s, b, h].
     With several xs, the consumer gets function(x) of each.
 
     `function` saves x for its own backward anyway, so saving x needs no more memory. The output of `function` must be
@@ -228,7 +228,7 @@ def checkpoint_without_output(
     ys = [function(x) for x in xs]
     if torch.compiler.is_compiling():
         return consumer(*ys)
-    # Compare addresses, because a reference to y would keep it alive as long as the hook.
+    # Compare addresses, because a reference to y would keep y in memory as long as the hook exists.
     inputs = {(y.data_ptr(), y.nbytes, y.dtype): x for x, y in zip(xs, ys, strict=True)}
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.Size, Tensor]:

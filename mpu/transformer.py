@@ -2,7 +2,7 @@
 
 Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, tp tensor-parallel size.
 
-Hidden states [s, b, h] are replicated. Between a column-parallel and a row-parallel linear layer they are split. With
+Hidden states [s, b, h] are replicated. Activations between a column- and a row-parallel linear layer are split. With
 sequence_parallel (arXiv:2205.05198), hidden states outside of these layers are [s/tp, b, h], which also splits the work
 and the saved activations of layer norms and dropout.
 """
@@ -39,11 +39,11 @@ AttentionFn = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The configuration of a layer and its parts. Fields that megatron.core also has keep its names. Raises ValueError
-    if values are inconsistent.
+    """The configuration of a layer and its parts. Fields that megatron.core also has keep the names of megatron.core.
+    Raises ValueError if values are inconsistent.
 
     hidden_size: h.
-    num_attention_heads: n. It must divide h.
+    num_attention_heads: n, which must divide h.
     ffn_hidden_size: f, the width inside the MLP.
     attention_dropout: dropout of the attention probabilities.
     hidden_dropout: dropout of the outputs of attention and MLP.
@@ -136,8 +136,8 @@ class ParallelSelfAttention(nn.Module):
             h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
         )
         divide(config.num_attention_heads, self.dense.tp_size)
-        # This function computes attention within documents, and attention whose dropout masks come from torch's
-        # generators. `ParallelTransformerLayer.compile` replaces it by a function that runs outside the graph.
+        # The function for attention within documents, and for attention whose dropout masks come from torch's
+        # generators. `ParallelTransformerLayer.compile` sets a function that runs outside the graph.
         self.eager_attention_fn = core_attention
 
     def forward(
@@ -178,7 +178,7 @@ class ParallelSelfAttention(nn.Module):
         """Compute the attention of successive heads: [s, b, n/tp, 3, d] -> [s, b, h/tp].
 
         first_head: the number of the first head in qkv.
-        bias: see `kernels.causal_attention`. It must be None with documents or dropout.
+        bias: see `kernels.causal_attention`. With documents or dropout, `bias` must be None.
         """
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p == 0 and packed_seq_params is None:
@@ -288,8 +288,8 @@ class ParallelTransformerLayer(nn.Module):
         self._is_compiled = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`nn.Module.compile`, with torch.compile's arguments. The layer becomes one graph, which attention within
-        documents splits, because the lengths of documents differ in every batch. Dropout must have `dropout_seeds`.
+        """`nn.Module.compile`, with torch.compile's arguments. The layer becomes one graph. Attention within documents
+        stays outside the graph, because the lengths of documents differ in every batch. Dropout needs `dropout_seeds`.
         """
         self.attention.eager_attention_fn = _eager_attention()
         super().compile(*args, **kwargs)

@@ -1,8 +1,8 @@
 """GPT-2: embeddings, a stack of parallel layers, and a head that is tied to the word embeddings.
 
 With pipeline parallelism a rank holds model chunks of successive layers. The first chunk has the embeddings; the last
-one has the final norm, the head and the loss. Both chunks have a copy of the tied matrix. The names of the parameters
-are those of Megatron's 2019 checkpoints. A chunk uses the names of the whole model.
+chunk has the final norm, the head and the loss. The first and the last chunk have a copy of the tied matrix. Parameters
+have the names of Megatron's 2019 checkpoints, and a chunk uses the names of the whole model.
 
 Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, tp tensor-parallel size.
 """
@@ -27,7 +27,7 @@ from mpu.layers import InitMethod
 from mpu.mappings import enter_model_parallel_region
 from mpu.transformer import FusedTransformerLayer
 
-TIED_WEIGHT = "word_embeddings.weight"  # The head uses the same weight.
+TIED_WEIGHT = "word_embeddings.weight"  # The head uses this weight, too.
 
 
 def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
@@ -46,8 +46,8 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
 
 @dataclass(frozen=True)
 class TransformerBlockConfig(mpu.TransformerConfig):
-    """The configuration of the layers, and of the activations that the block saves for backward. Names are those of
-    megatron.core.
+    """The configuration of the layers, and of the activations that the block saves for backward. The fields have the
+    names of megatron.core.
 
     recompute_num_layers: with recompute_granularity "full", how many layers are recomputed from one saved input.
     distribute_saved_activations: with "full", each rank saves only its shard of these inputs. This field has no effect
@@ -85,7 +85,7 @@ class TransformerBlock(nn.Module):
         # The block calls this hook with the number of a layer before it calls the layer.
         self.layer_pre_hook: Callable[[int], object] = lambda number: None
 
-        # FusedTransformerLayer supports only the default submodules. On a CPU it runs the base class's forward.
+        # FusedTransformerLayer supports only the default submodules.
         is_default = submodules == mpu.DEFAULT_SUBMODULES
         layer_class = FusedTransformerLayer if is_default else mpu.ParallelTransformerLayer
 
@@ -179,7 +179,7 @@ class TransformerBlock(nn.Module):
 
 class TiedGradSink(Protocol):
     """Receives both gradients of the tied matrix: backward computes the head's gradient first and the embedding's last.
-    Autograd would add them in the model's precision, and allocate three more matrices of their size."""
+    Autograd would add both in the model's precision, and allocate three more matrices of this size."""
 
     def add(self, gradient: Tensor) -> None:
         """Add the head's gradient, [v/tp, h] in the model's dtype."""
@@ -209,8 +209,8 @@ def build_block_config(config: ModelConfig, **overrides: Any) -> TransformerBloc
 class GPT2Model(nn.Module):
     """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
 
-    It contains the word and position embeddings, the transformer layers with a final layer norm, and the head, whose
-    weight is that of the word embeddings. A pipeline rank has only the parts of its model chunks.
+    The model contains word and position embeddings, transformer layers with a final layer norm, and a head that uses
+    the weight of the word embeddings. A pipeline rank has only the parts of its model chunks.
 
     config: its vocab_size is the true size; None raises ValueError.
     block_config: a result of `build_block_config` (default: `build_block_config(config)`).
@@ -220,8 +220,8 @@ class GPT2Model(nn.Module):
     submodules: implementations of layers, position embedding and loss.
     """
 
-    word_embeddings: mpu.VocabParallelEmbedding  # The first and the last pipeline stage have these.
-    position_embeddings: mpu.PositionEmbedding  # Only the first pipeline stage has these.
+    word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last pipeline stage
+    position_embeddings: mpu.PositionEmbedding  # on the first pipeline stage
 
     def __init__(
         self,
@@ -358,7 +358,8 @@ class GPT2Model(nn.Module):
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
 
     def lr_multipliers(self) -> dict[str, float]:
-        """Return factors of AdamW's rate and epsilon by the names of parameters. The factor of other parameters is 1.
+        """Return factors of AdamW's rate and epsilon by the names of parameters. A parameter without an entry has the
+        factor 1.
 
         With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate nearly does not depend on
         h, for a constant head size d. With r = base width / h:
@@ -425,7 +426,7 @@ class GPT2Model(nn.Module):
 def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mpu.PartitionSpec]:
     """Return the spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
 
-    The specs are computed from a model on the meta device. Its group has one rank and never communicates, so
+    The specs are computed from a model on the meta device, whose group has one rank and never communicates, so
     torch.distributed need not be initialised. tp_size only affects the padding of the vocabulary.
     """
     multiple = math.lcm(config.make_vocab_size_divisible_by, tp_size)
@@ -435,7 +436,7 @@ def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mp
 
 
 def count_parameters(config: ModelConfig, tp_size: int = 1) -> tuple[int, int]:
-    """Return two numbers of parameters: those of the whole model with the true vocabulary, and those of each
+    """Return the number of parameters of the whole model with the true vocabulary, and the number of each
     tensor-parallel rank with the padded vocabulary. No weight is created."""
     specs = model_partition_specs(config, tp_size).values()
     return (

@@ -19,16 +19,16 @@ from mpu import kernels
 from mpu.grads import all_reduce_coalesced
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
-BYTES_AT_ONCE = 32 << 20  # of gradients that a GPU adds to their buckets in one launch
+BYTES_AT_ONCE = 32 << 20  # A GPU adds gradients of this size to their buckets in one launch.
 
 
 class BucketReducer:
     """Sums the gradients of a step over micro-batches and data-parallel ranks. `buffer.owned_grads()` returns the sums.
 
-    Each gradient is added to its bucket in float32 as soon as autograd has computed it, and is then freed. When a
-    bucket has the gradients of all micro-batches, it is sent asynchronously: by all-reduce, or by reduce-scatter if the
+    Each gradient is added to its bucket in float32 as soon as autograd has computed the gradient, which is then freed.
+    A bucket with the gradients of all micro-batches is sent asynchronously: by all-reduce, or by reduce-scatter if the
     optimizer is sharded. All ranks send the buckets in the same order, even if autograd computes gradients in different
-    orders. Example: two buckets of two parameters, and two micro-batches:
+    orders. For example, two buckets of two parameters and two micro-batches give these states:
 
         after                    _awaited     _incomplete   _sent
         begin(2)                 2 2 | 2 2    2 | 2
@@ -56,9 +56,9 @@ class BucketReducer:
         self._group = group if group is not None and group.size() > 1 else None
         self._in_bf16, self._embedding_group = in_bf16, embedding_group
         self._bucket_of = self._buckets_of_gradients()
-        # the collective and this rank's shard of the sum, for each bucket that was sent; None after it was received
+        # For each sent bucket: the collective and this rank's shard of the sum, or None after the collective has ended.
         self._sent: list[tuple[dist.Work, Tensor] | None] = []
-        # the gradients that `_add_collected` will add, and their size
+        # the gradients that `_add_collected` will add to their buckets
         self._collected: dict[str, Tensor] = {}
         self._collected_bytes = 0
         self.begin(0)
@@ -119,19 +119,19 @@ class BucketReducer:
         return is_first
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
-        # A weak reference, because Python's garbage collector does not find a cycle through a hook of a parameter.
+        # The reference is weak, because Python's garbage collector does not find a cycle through a parameter's hook.
         reference = weakref.ref(self)
 
         def on_grad_accumulated(parameter: Tensor) -> None:
             reducer = reference()
-            if parameter.grad is not None and reducer is not None:  # Without a `grad`, `add` has already added it.
+            if parameter.grad is not None and reducer is not None:  # The tied weight has no `grad`.
                 gradient, parameter.grad = parameter.grad, None
                 reducer.collect(name, gradient)
 
         return on_grad_accumulated
 
     def collect(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient that autograd has computed, and count it. On a GPU one launch adds several gradients, at the
+        """Add and count a gradient that autograd has computed. On a GPU one launch adds several gradients, at the
         latest at the end of the backward pass."""
         if not gradient.is_cuda:
             self.add(name, gradient)
@@ -192,8 +192,8 @@ class ShardedGradReducer(BucketReducer):
 
     def begin(self, num_microbatches: int) -> None:
         """Start a step. The base class treats each micro-batch as a step with one gradient per parameter. When all
-        buckets of a micro-batch are sent, `_send_ready` calls `begin` with the number of remaining micro-batches; after
-        the last micro-batch it is 0, and no gradient is awaited."""
+        buckets of a micro-batch are sent, `_send_ready` calls `begin` with the number of remaining micro-batches. With
+        0 no gradient is awaited."""
         self._remaining_microbatches, self._num_received = num_microbatches, 0
         super().begin(1 if num_microbatches else 0)
 
@@ -221,7 +221,7 @@ class TiedGradAccumulator:
 
     name: the name under which the gradient of the head is reduced.
     embedding_name: the name under which the gradient of the embedding is reduced.
-    joins_parts: whether this rank has both parts and reduces their sum. Otherwise each part is reduced when it exists.
+    joins_parts: whether this rank has both parts and reduces their sum. If false, each part is reduced separately.
     """
 
     def __init__(self, reducer: BucketReducer, name: str, embedding_name: str, *, joins_parts: bool = False) -> None:
@@ -230,7 +230,7 @@ class TiedGradAccumulator:
         self._head_gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient of the head, [v/tp, h]. With joins_parts, `add_rows` adds it later."""
+        """Add the gradient of the head, [v/tp, h]. With joins_parts, only `add_rows` adds this gradient."""
         if self._joins_parts:
             # Keep the gradient in the model's precision, because memory is fullest at the start of backward.
             self._head_gradient = gradient
@@ -249,8 +249,8 @@ class TiedGradAccumulator:
 
 
 def all_reduce_partial_grads(buffer: ParamAndGradBuffer) -> None:
-    """Sum gradients that are partial under sequence parallelism over the tensor-parallel group. All ranks of this group
-    have the same owned ranges."""
+    """Sum gradients that are partial under sequence parallelism over the tensor-parallel group. All ranks of a
+    tensor-parallel group have the same owned ranges."""
     if any(owned.group_key.is_sequence_parallel for owned in buffer.owned_ranges):
         all_reduce_coalesced(
             [
@@ -264,8 +264,8 @@ def all_reduce_partial_grads(buffer: ParamAndGradBuffer) -> None:
 def choose_bucket_size(requested: int, data_parallel_size: int) -> int:
     """Return the number of elements of a bucket: `requested` (--ddp-bucket-size), or less with one data-parallel rank.
 
-    One data-parallel rank sends nothing, so small buckets cost no time. They fit into the memory that freed activations
-    leave: on a CPU, a run with 124M parameters then takes 3.1 GB instead of 3.5.
+    One data-parallel rank sends nothing, so small buckets cost no time. Small buckets fit into the memory that freed
+    activations leave: on a CPU, a run with 124M parameters takes 3.1 GB instead of 3.5.
     """
     return requested if data_parallel_size > 1 else min(requested, 1_000_000)
 
@@ -275,13 +275,13 @@ class ParamAllGather:
 
     `start_param_sync` starts an all-gather for each bucket, the last bucket first: the buffer has the order of
     backward, and forward needs the parameters in the opposite order. The model waits for the parameters outside its
-    layers before its forward pass, and for the buckets of a layer before this layer. Other code must call
-    `finish_param_sync` before it reads parameters. Without a sharded optimizer the object does nothing.
+    layers before its forward pass, and for the buckets of a layer before this layer. Other code that reads parameters
+    must call `finish_param_sync` first. Without a sharded optimizer, `ParamAllGather` does nothing.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:
         self._buffer, self._group = buffer, group
-        self._works: dict[int, dist.Work] = {}  # the all-gathers by bucket, until a call waits for them
+        self._works: dict[int, dist.Work] = {}  # the all-gathers for which no call has waited, by bucket
         if not buffer.is_sharded:
             return
         # the buckets of each layer; None stands for parameters outside the layers
@@ -294,8 +294,8 @@ class ParamAllGather:
         model.transformer.layer_pre_hook = lambda layer: self.finish_param_sync(needed[layer])
 
     def start_param_sync(self) -> None:
-        """Start all all-gathers, after this rank's parameters were written. On a GPU the host does not wait for
-        them."""
+        """Start all all-gathers, after this rank's parameters were written. On a GPU the host does not wait for the
+        all-gathers."""
         self.finish_param_sync()
         if self._buffer.is_sharded:
             for index, bucket in reversed(list(enumerate(self._buffer.buckets))):
@@ -309,7 +309,7 @@ class ParamAllGather:
                 self._works[index] = work
 
     def finish_param_sync(self, buckets: Iterable[int] | None = None) -> None:
-        """Wait until these buckets (default: all) are gathered."""
+        """Wait until the parameters of `buckets` (default: all buckets) are gathered."""
         for index in list(self._works) if buckets is None else buckets:
             if (work := self._works.pop(index, None)) is not None:
                 work.wait()

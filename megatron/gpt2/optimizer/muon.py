@@ -11,10 +11,11 @@ every width.
 
 Sources: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) for μ = 0.95, Nesterov and the iteration of
 `orthogonalize`. Moonlight (arXiv:2502.16982) for weight decay and c = 0.2: an update then has the root mean square of
-a typical update of AdamW, so both parts share --lr and --weight-decay. This is Megatron's --muon-scale-mode spectral.
+a typical update of AdamW, so both parts share --lr and --weight-decay. Megatron's --muon-scale-mode spectral uses this
+scale.
 
-Q, K and V are orthogonalized separately, as in Megatron. In one matrix, the largest of their gradients would decide the
-scale of all three. The order of the heads does not matter, because orthogonalization does not depend on the order of
+Q, K and V are orthogonalized separately, as in Megatron. In one matrix, the largest of the three gradients would decide
+the scale of all. The order of the heads does not matter, because orthogonalization does not depend on the order of
 rows.
 
 One rank orthogonalizes a whole matrix, with the same operands in every layout, as --exact-layouts needs. The matrices
@@ -40,8 +41,8 @@ from mpu.initialize import new_tensor_and_data_parallel_group
 # Keller Jordan's coefficients: after 5 iterations, singular values are between 0.7 and 1.2. One iteration multiplies a
 # small singular value by up to 3.4445.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# On a GPU, kernels for one small matrix take less time than their launches. This number of elements takes 128 MiB in
-# float32.
+# A GPU orthogonalizes matrices of this many elements (128 MiB in float32) together, because kernels for one small
+# matrix take less time than their launches.
 GPU_BATCH_ELEMENTS = 2**25
 
 
@@ -174,7 +175,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     def _exchange(self, sent: list[list[Tensor]], sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
         """Send the 1-D tensors `sent[r]` to rank r of the group. Return the tensors that this rank receives, by sender.
 
-        sizes: the lengths of these tensors.
+        sizes: the lengths of the received tensors, by sender.
         """
         if len(sent) == 1:
             return sent

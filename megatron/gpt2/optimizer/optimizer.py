@@ -1,7 +1,8 @@
 """AdamW on float32 masters, for fp32, bf16 and fp16, without a host synchronisation.
 
 Three values of a step are scalars on the device: whether the step is skipped, the factor that clips gradients, and the
-learning rate, which depends on the number of steps that were not skipped. The host reads them only for log lines.
+learning rate, which depends on the number of steps that were not skipped. The host reads these values only for log
+lines.
 
 Each rank updates its owned ranges of the buffer: the whole buffer or, with a sharded optimizer (ZeRO stage 1,
 arXiv:1910.02054), one shard of every bucket. With a sharded optimizer, the ranks then gather each other's parameters.
@@ -62,7 +63,7 @@ class LossScaler:
         self._hysteresis_left = torch.where(double, float(self._config.hysteresis), left)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and, if it is dynamic, its two counters, for a checkpoint. This waits for the device."""
+        """Return the scale and, if it is dynamic, its two counters, for a checkpoint. The host waits for the device."""
         state = {"scale": self.scale}
         if self._dynamic:
             state |= {"clean_steps": self._clean_steps, "hysteresis_left": self._hysteresis_left}
@@ -82,11 +83,11 @@ def learning_rates(
     """Return the learning rate after n steps that were not skipped, for ascending n: float64 [k] -> [k].
 
     default_decay_iters: the length of the run in iterations, if the flags do not give the length of the decay.
-    batch: the final batch size in samples. If the batch size grows, a step counts as its fraction of this batch.
-        Megatron counts samples, which is equivalent.
+    batch: the final batch size in samples. While the batch size grows, a step counts as a fraction of an iteration:
+        its samples divided by `batch`. Megatron counts samples, with the same result.
 
     Raises ValueError if warm-up and decay do not fit. With peak p, floor f, w warm-up and N decay iterations, the rate
-    is p·n/w up to w; after that, with r = (n − w) / (N − w), which runs from 0 to 1:
+    is p·n/w up to iteration w. Then, with r = (n − w) / (N − w), which runs from 0 to 1, the rate is:
 
         constant     p
         linear       f + (p − f)·(1 − r)
@@ -132,8 +133,8 @@ def learning_rates(
 
 
 class MixedPrecisionOptimizer:
-    """Computes the gradient norm, and skips the step if the norm is not finite. Otherwise it unscales and clips the
-    gradients, updates the masters with AdamW, and rounds the masters into the model.
+    """Computes the gradient norm, unscales and clips the gradients, updates the masters with AdamW, and rounds the
+    masters into the model. If the norm is not finite, the step is skipped.
 
     The code is the same for fp32, bf16 and fp16. Only `buffer` (in fp32 the masters are the parameters) and `scaler`
     differ.
@@ -182,7 +183,7 @@ class MixedPrecisionOptimizer:
         grads = self.buffer.owned_grads()
         self.grad_norm = self._unscaled_norm(grads)
         # The norm is the same on all ranks, so either all ranks skip the step or none. x · 0 is NaN exactly if x is not
-        # finite. This test takes 3 kernels on a GPU; torch.isfinite takes 6.
+        # finite. `x * 0 != 0` takes 3 kernels on a GPU; torch.isfinite takes 6.
         self.found_inf = (self.grad_norm * 0 != 0).float()
         # AdamW's fused kernel divides gradients by grad_scale, so no other pass unscales and clips them.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
@@ -232,7 +233,7 @@ class MixedPrecisionOptimizer:
         self.skipped_in_a_row = (self.skipped_in_a_row + skipped) * skipped
         self.num_updates += 1 - skipped
         self.scaler.update(self.found_inf)
-        # Indexing with a 0-dimensional tensor would read it on the host.
+        # Indexing with a 0-dimensional tensor would make the host read the tensor.
         index = self.num_updates.clamp_max(len(self._lr_by_update) - 1)
         self.learning_rate.copy_(self._lr_by_update.index_select(0, index.view(1)).view(()))
 
@@ -281,7 +282,8 @@ class MixedPrecisionOptimizer:
                 yield ParamShard(moment, name, self.moments[moment][index][part], start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scalars that a resume needs in addition to `state_shards`, as JSON. This waits for the device."""
+        """Return the scalars that a resume needs in addition to `state_shards`, as JSON. The host waits for the
+        device."""
         return {
             "num_updates": int(self.num_updates),
             "skipped_steps": int(self.skipped_steps),
@@ -300,6 +302,6 @@ class MixedPrecisionOptimizer:
         self.copy_masters_and_gather()
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Set the number of updates, and the learning rate that follows from it."""
+        """Set the number of updates, and the learning rate of the next update."""
         self.num_updates.fill_(num_updates)
         self.learning_rate.copy_(self._lr_by_update[min(num_updates, len(self._lr_by_update) - 1)])

@@ -5,8 +5,8 @@ The parameters are in four groups of neighbours:
     split, decayed | split, not decayed | replicated, not decayed | replicated, decayed
 
 Layer norms, row-parallel biases and position embeddings are replicated. A group starts with the last layers, because
-backward computes their gradients first. Under sequence parallelism, parameters whose gradients are partial sums are at
-the end of their group. A bucket is a range of neighbouring parameters, which one collective reduces.
+backward computes the gradients of the last layers first. Under sequence parallelism, parameters whose gradients are
+partial sums are at the end of a group. A bucket is a range of neighbouring parameters, which one collective reduces.
 
 With a sharded optimizer (ZeRO stage 1, arXiv:1910.02054), the optimizer of data-parallel rank r updates the r-th shard
 of every bucket. Buckets have the same padding with and without sharding. Gradients are therefore summed in the same
@@ -25,14 +25,14 @@ from mpu.grads import is_sequence_parallel
 # Every parameter and every shard starts at a multiple of this number of elements. Matrices in 16 bits are therefore
 # aligned to 128 bytes, and vectorised kernels need no separate code for a remainder, which could round differently.
 _ALIGNMENT = 64
-# the groups of neighbours in the buffer: (is_tensor_parallel, decays). Both groups of small parameters are in the
-# middle, so that few buckets contain them.
+# the groups of neighbours in the buffer: (is_tensor_parallel, decays). The groups without decay are neighbours, so that
+# one bucket can contain all small parameters.
 GROUP_ORDER = [(True, True), (True, False), (False, False), (False, True)]
 
 
 class ParamGroupKey(NamedTuple):
-    """The properties that all parameters of an `OwnedRange` share. They decide how a gradient is summed and counted in
-    the norm, and how the optimizer updates the parameter."""
+    """The properties that decide how the gradient of a parameter is summed and counted in the norm, and how the
+    optimizer updates the parameter. All parameters of an `OwnedRange` have equal properties."""
 
     is_tensor_parallel: bool
     is_sequence_parallel: bool  # The gradient of each tensor-parallel rank is a partial sum.
@@ -43,8 +43,8 @@ class ParamGroupKey(NamedTuple):
 
 
 class OwnedRange(NamedTuple):
-    """A range of the buffer that this rank's optimizer updates. It is a part of the rank's shard of a bucket, in which
-    all parameters have the same `group_key`."""
+    """A range of the buffer that this rank's optimizer updates: a part of the rank's shard of a bucket, in which all
+    parameters have the same `group_key`."""
 
     range: slice
     bucket: int
@@ -96,10 +96,10 @@ class ParamAndGradBuffer:
     params: [numel] of dtype. The module's parameters are views of this buffer.
     shard_rank: the number of the shard that this rank's optimizer updates; 0 without sharding.
     owned_ranges: the ranges that this rank's optimizer updates.
-    masters: for each owned range, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
-        `params`, unless the optimizer is offloaded.
+    masters: for each owned range, the float32 weights, which are not rounded to `dtype`. In fp32 the masters are views
+        of `params`, unless the optimizer is offloaded.
     model_weights: for each owned range, the weights rounded to `dtype`: views of `params`, or copies in host memory
-        if the optimizer is offloaded. In fp32 it is `masters`.
+        if the optimizer is offloaded. In fp32 `model_weights` is `masters`.
 
     The gradients of a bucket are allocated when backward computes the first gradient of the bucket. Backward has then
     already freed activations, which lowers the peak of memory. `free_grads` frees the gradients. `accumulate_shard`
@@ -257,7 +257,7 @@ class ParamAndGradBuffer:
         self._accumulated_shards: list[Tensor | None] = [None] * len(self.buckets)  # `accumulate_shard` fills it.
 
     def shard_range(self, bucket: Bucket) -> slice:
-        """Return the range of this rank's shard of a bucket. Without sharding it is the whole bucket."""
+        """Return the range of this rank's shard of a bucket: the whole bucket without sharding."""
         length = (bucket.range.stop - bucket.range.start) // self._num_shards
         start = bucket.range.start + self.shard_rank * length
         return slice(start, start + length)
@@ -298,7 +298,7 @@ class ParamAndGradBuffer:
         return list(zeros.split(sizes))
 
     def copy_masters_to_params(self) -> None:
-        """Round the masters to `dtype`, and write them into this rank's shards of `params`."""
+        """Round the masters to `dtype`, and write the result into this rank's shards of `params`."""
         for index in range(len(self.masters)):
             self.round_master(index)
         self.copy_model_weights_to_params()

@@ -150,5 +150,5 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
 
 
 def _letter(schedule: PipelineSchedule, chunk: int) -> str:
-    """Return the letter of a chunk, or "" if a rank has only one."""
+    """Return the letter of a chunk, or "" if a rank has only one chunk."""
     return "" if schedule.num_model_chunks == 1 else chr(ord("a") + chunk) if chunk < 26 else f"_{chunk}"

@@ -80,7 +80,7 @@ class CommStep:
 
 
 def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
-    """Return the steps of each rank. Any two ranks have their messages to each other in the same order."""
+    """Return the `CommStep`s of each rank. Any two ranks post the messages between them in the same order."""
     costs = SIMULATED_COSTS_WITH_W if schedule.splits_backward else SIMULATED_COSTS
     steps = [[CommStep(action) for action in (*actions, None)] for actions in schedule.ranks]
     # Each list has a value for each rank.

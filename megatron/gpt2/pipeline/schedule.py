@@ -1,5 +1,5 @@
-"""Pipeline schedules: for each rank a list of actions. An action is the forward, the backward or the weight gradient of
-one micro-batch in one model chunk. The module also distributes the layers over the virtual stages.
+"""Pipeline schedules. A schedule is a list of actions for each rank. An action is the forward, the backward or the
+weight gradient of one micro-batch in one model chunk. The module also distributes the layers over the virtual stages.
 
 Each of the pp ranks has vpp model chunks. Chunk c of rank r is virtual stage c·pp + r of the pp·vpp virtual
 stages, as in Megatron, so a micro-batch passes all ranks once for each chunk. Virtual stage 0 has the embedding, the

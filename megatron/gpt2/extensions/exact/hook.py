@@ -56,8 +56,8 @@ class ExactLayouts(Hook):
 
 
 def build_reducer(buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
-    """Return the reducer, and connect it to the model's tied weight (`tied_grad_sink`). If the rank has both the head
-    and the embedding, their gradients are reduced separately."""
+    """Return the reducer, and set the model's `tied_grad_sink`. A rank with both the head and the embedding reduces the
+    gradients of both separately."""
     embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
     reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
     model.tied_grad_sink = TiedGradAccumulator(reducer, TIED_WEIGHT, embedding_gradient)

@@ -117,7 +117,9 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs = ctx.saved_tensors
-        rows = _tokens(dy[0].to(weight.dtype))  # This rounds nothing: dy is float32, with values of `weight.dtype`.
+        rows = _tokens(
+            dy[0].to(weight.dtype)
+        )  # No value is rounded: dy is float32, but its values fit into `weight.dtype`.
         dxs = [(rows @ part).view(x.shape) for part, x in zip(_columns(weight, len(xs)), xs, strict=True)]
         d_weight = ctx.weight_grad_fn(rows, [_tokens(x) for x in xs]) if ctx.needs_input_grad[0] else None
         return d_weight, None, None, *dxs
@@ -170,7 +172,7 @@ class ExactRowParallelLinear(RowParallelLinear):
                 sums,
                 self.group,
                 forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),
-                # Every partial sum has the same gradient.
+                # The gradient of a sum is also that of each of its terms, the partial sums.
                 backward=lambda dy, _: (self.virtual.all_gather(dy) if self.sequence_parallel else dy).expand(
                     k, -1, -1, -1
                 ),

@@ -34,7 +34,7 @@ def exact_squared_norm(
     does not matter.
 
     1. Compute the float32 norm of each block of `block` successive gradients. No block is split between two ranks.
-    2. Divide the norms by a power of two that is larger than all of them, and square them in float32.
+    2. Divide the norms by a power of two that is larger than every norm, and square the quotients in float32.
     3. Sum the first 54 bits after the binary point as integers.
 
     The result is infinite if a gradient is not finite. On a CPU, 124M gradients take as long as the plain norm with

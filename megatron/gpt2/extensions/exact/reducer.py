@@ -21,12 +21,12 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, sl
 from mpu import ParallelState
 from mpu.mappings import all_gather_single
 
-# The tied matrix has two gradients, those of the embedding and of the head. In a pipeline they are on two stages, so
-# every layout reduces them separately and then adds them. If one rank has both, this is the name of the embedding's
-# gradient.
+# The tied matrix has two gradients: the embedding's and the head's. In a pipeline these are on two stages, so every
+# layout reduces both gradients separately before it adds them. A rank with both gradients reduces the embedding's under
+# the name EMBEDDING_GRADIENT.
 EMBEDDING_GRADIENT = f"{TIED_WEIGHT}, the embedding's"
 
-LeafRange = tuple[int, int]  # the leaves of a partial sum: the first one, and the last one plus 1
+LeafRange = tuple[int, int]  # the leaves of a partial sum: the number of the first leaf, and that of the last plus 1
 PartialSums = list[tuple[LeafRange, Any]]  # adjacent partial sums, with their values
 
 
@@ -38,7 +38,7 @@ def odd_factor(leaves: int) -> int:
 def are_siblings(left: LeafRange, right: LeafRange, block: int) -> bool:
     """Return True if the tree adds these two adjacent partial sums.
 
-    block: `odd_factor` of all leaves.
+    block: the `odd_factor` of the number of leaves of the whole tree.
     """
     (start, middle), stop = left, right[1]
     size = stop - start
@@ -71,7 +71,7 @@ class ExactBucketReducer(BucketReducer):
     """`BucketReducer` with sums in an order that does not depend on the layout.
 
     A rank stores about log2(micro-batches) partial sums in float32. An all-to-all sends the partial sums of a bucket.
-    Each rank then adds those of its shard and, without a sharded optimizer, all-gathers the result.
+    Each rank then adds the partial sums of its shard. Without a sharded optimizer, the ranks all-gather the shards.
 
     by_rows: the gradient that `add_rows` adds to: `EMBEDDING_GRADIENT` if the rank has both the embedding and the head.
     """

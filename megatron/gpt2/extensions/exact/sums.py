@@ -16,7 +16,7 @@ from mpu.initialize import group_rank_and_size
 from mpu.mappings import all_gather_first_dim
 from mpu.partition import divide
 
-# A CPU computes this number of rows of all products before it adds them, so that the products stay in a core's cache. A
+# A CPU multiplies and adds ROWS rows at a time, so that the products stay in a core's cache until they are added. A
 # different number could change the bits. A GPU computes all rows at once.
 ROWS = 512
 
@@ -85,7 +85,7 @@ class VirtualRanks:
 
     def sum_of_products(self, xs: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Σ x · w over this rank's virtual ranks: V/tp pairs of [t, i] and [i, o] -> [k, t, o]. The products have the
-        dtype of their operands, and the sum has that of `sum_dtype`."""
+        dtype of their operands, and the sum has the dtype `sum_dtype(dtype)`."""
         t = xs[0].size(0)
         out = xs[0].new_empty((self.num_partial_sums, t, weights[0].size(1)), dtype=self.sum_dtype(dtype))
         at_once = ROWS if xs[0].is_cpu else t
@@ -99,7 +99,7 @@ def sum_over_sequence(virtual: VirtualRanks, sum_of_slice: Callable[[slice], Ten
     """Sum over the sequence in float32, in V slices.
 
     sum_of_slice: returns the sum over a slice of this rank's `length` positions.
-    virtual: has a group only if its ranks hold different shards of the sequence.
+    virtual: the virtual ranks of the group, if the sequence is sharded over the group, and else of one rank.
     """
     size = divide(length, virtual.per_rank)
     return virtual.all_reduce(
