@@ -117,9 +117,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs = ctx.saved_tensors
-        rows = _tokens(
-            dy[0].to(weight.dtype)
-        )  # No value is rounded: dy is float32, but its values fit into `weight.dtype`.
+        rows = _tokens(dy[0].to(weight.dtype))  # The values of dy, which is float32, fit into `weight.dtype`.
         dxs = [(rows @ part).view(x.shape) for part, x in zip(_columns(weight, len(xs)), xs, strict=True)]
         d_weight = ctx.weight_grad_fn(rows, [_tokens(x) for x in xs]) if ctx.needs_input_grad[0] else None
         return d_weight, None, None, *dxs

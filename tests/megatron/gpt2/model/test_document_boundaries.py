@@ -10,14 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config, model_partition_specs
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
-from mpu.attention import PackedSeqParams, core_attention
+from mpu.attention import PackedSeqParams
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps
 
@@ -97,6 +96,8 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
     if b == 4:
         documents = PackedSeqParams.from_tokens(texts(b)[0], EOD, "cpu")
         assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32], "the text must have several documents"
+        # tests/gpu compares the kernel that reads these cumulative lengths.
+        assert documents.cu_seqlens_q.diff().tolist() == documents.lengths and documents.cu_seqlens_q[0] == 0
     loss, gradients = loss_and_gradients(model, b, dense=True)
     assert abs(loss - model(*texts(b), torch.full((b, 32), 1 / (32 * b)))) > 1e-4, "the masks must matter"
     ranks = run_ranks(by_document, world_size, b)
@@ -111,36 +112,6 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
                     )
                 expected = specs[parameter].split(whole[parameter].merge([gradient]), rank, world_size)
                 assert (own[parameter] - expected).abs().max() <= 1e-5 * gradient.abs().max(), (name, parameter)
-
-
-def test_the_varlen_kernel_gets_the_right_arguments() -> None:
-    """A fake kernel with the signature of the installed torch computes on a CPU, using only the cumulative lengths."""
-
-    def by_ends(
-        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int, **how: Any
-    ) -> Tensor:
-        assert how == {"window_size": (-1, 0)} and ends_k is ends and longest_k == longest == ends.diff().max()
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [n, t, d]
-        parts = [
-            F.scaled_dot_product_attention(q[:, i:j], k[:, i:j], v[:, i:j], is_causal=True)
-            for i, j in zip(ends.tolist(), ends[1:].tolist(), strict=False)
-        ]
-        return torch.cat(parts, dim=1).transpose(0, 1)
-
-    documents, qkv = PackedSeqParams.from_tokens(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
-    expected = core_attention(qkv, 0.0, documents)
-    from torch.nn.attention import varlen  # The import of varlen loads torch's compiler.
-
-    kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
-    with (
-        mock.patch("mpu.kernels.has_varlen_kernel", return_value=True),
-        mock.patch.object(varlen, "varlen_attn", kernel),
-        mock.patch("mpu.attention.current_rng_tracker"),
-    ):
-        assert torch.allclose(core_attention(qkv, 0.0, documents), expected, atol=1e-6)
-        assert kernel.call_count == 1
-        core_attention(qkv, 0.1, documents)  # The kernel has no dropout.
-        assert kernel.call_count == 1
 
 
 def write_documents(folder: Path) -> None:

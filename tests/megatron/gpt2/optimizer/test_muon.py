@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.gpt2.optimizer import muon
 from megatron.gpt2.optimizer.muon import MuonOptimizer, orthogonalize
 from megatron.gpt2.train import train_state
-from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train import test_exact_layouts as exact
 from tests.megatron.gpt2.train import test_layouts as layouts
@@ -34,11 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def give_gradients(trainer: Trainer, draw: torch.Generator, factor: float = 1.0) -> None:
-    for name, parameter in trainer.state.buffer.parameters.items():
-        trainer.state.buffer.grad(name).copy_(factor * torch.randn(parameter.shape, generator=draw))
-
-
 def split_qkv(name: str, x: Tensor) -> list[Tensor]:
     """Return Q, K and V of [n 3 d, h], with their heads in another order than in the model."""
     return [x.view(4, 3, -1, 128)[:, i].flip(0).flatten(0, 1) for i in range(3)] if "query_key_value" in name else [x]
@@ -50,27 +44,30 @@ def test_update_is_that_of_torch(folder: Path) -> None:
     before, draw = snapshot(trainer), torch.Generator().manual_seed(0)
     names = trainer.state.buffer.muon_params
     assert len(names) == 8
-    theirs = {
-        name: [x.clone().requires_grad_() for x in split_qkv(name, before[f"master.{name}"].view(before[name].shape))]
-        for name in names
-    }
-    torch_muon = torch.optim.Muon(
-        [x for each in theirs.values() for x in each], lr=1e-3, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
-    )
+    parameters = trainer.state.buffer.parameters
+
+    def masters(state: dict[str, Tensor]) -> list[Tensor]:
+        """Return all matrices, with Q, K and V separate."""
+        wholes = ((name, state[f"master.{name}"].view(parameters[name].shape)) for name in names)
+        return [x for name, whole in wholes for x in split_qkv(name, whole)]
+
+    def give_gradients(factor: float) -> None:
+        for name, parameter in parameters.items():
+            trainer.state.buffer.grad(name).copy_(factor * torch.randn(parameter.shape, generator=draw))
+
+    theirs = [x.clone().requires_grad_() for x in masters(before)]
+    torch_muon = torch.optim.Muon(theirs, lr=1e-3, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
-        give_gradients(trainer, draw)
-        for name in names:
-            for x, grad in zip(theirs[name], split_qkv(name, trainer.state.buffer.grad(name)), strict=True):
-                x.grad = grad.clone()
+        give_gradients(1.0)
+        grads = {f"master.{name}": trainer.state.buffer.grad(name).clone() for name in names}
+        for x, grad in zip(theirs, masters(grads), strict=True):
+            x.grad = grad
         torch_muon.step()
         trainer.state.optimizer.step()
     after = snapshot(trainer)
-    for name in names:
-        ours = split_qkv(name, after[f"master.{name}"].view(before[name].shape))
-        start_values = split_qkv(name, before[f"master.{name}"].view(before[name].shape))
-        for x, own, first in zip(theirs[name], ours, start_values, strict=True):
-            assert (own - x.detach()).norm() < 0.02 * (x.detach() - first).norm(), name
-    give_gradients(trainer, draw, torch.inf)
+    for x, ours, initial in zip(theirs, masters(after), masters(before), strict=True):
+        assert (ours - x.detach()).norm() < 0.02 * (x.detach() - initial).norm()
+    give_gradients(torch.inf)
     trainer.state.optimizer.step()
     assert all(torch.equal(values, after[name]) for name, values in snapshot(trainer).items())
     finish(trainer)

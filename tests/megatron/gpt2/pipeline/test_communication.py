@@ -152,9 +152,3 @@ def test_a_step_sends_the_documented_bytes(layout: str, rank: str):
     counted = bytes_of_a_step(config, stage, replica)
     assert counted == pytest.approx(documented_bytes(config, stage, replica), rel=1e-12)
     assert set(counted) >= {"tensor", "pipeline", "data"}
-
-
-def test_every_row_is_of_a_group_and_a_rank():
-    rows = rows_of_page()
-    assert {row.group for row in rows} == {"tensor", "pipeline", "data", "embedding", "model"} and len(rows) == 11
-    assert {row.rank for row in rows} == {"every", "first", "middle", "last", "first, last"}
