@@ -6,7 +6,6 @@ but uses few. Here, each field has the effect that it had in core 0.8, or it is 
 
 import codecs
 import dataclasses
-import json
 import math
 import random
 import reprlib
@@ -14,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError, model_validator
 
 from data_utils import Tokenizer
 from megatron.gpt2.generate.generation import GeneratedToken, GenerationRequest
@@ -50,6 +49,12 @@ class RequestBody(BaseModel):
     """The JSON object of a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, given: Any) -> Any:
+        """Remove fields with null. Some clients send null for fields that they do not set."""
+        return {name: x for name, x in given.items() if x is not None} if isinstance(given, dict) else given
 
 
 NonEmptyStr = Annotated[str, Field(min_length=1)]
@@ -88,8 +93,8 @@ class CompletionRequestBody(RequestBody):
 
 
 class MegatronRequestBody(RequestBody):
-    """The fields of `PUT /api`. Unsupported fields are accepted with values that have no effect in Megatron either:
-    without a decay, its bound is never reached; only beam search has a length penalty."""
+    """The fields of `PUT /api`. An unsupported field is accepted if its value has no effect in Megatron either. For
+    example, Megatron uses the length penalty only in beam search."""
 
     prompts: list[str]
     tokens_to_generate: NonNegativeInt | None = None
@@ -116,16 +121,11 @@ B = TypeVar("B", bound=RequestBody)
 def parse_body(kind: type[B], body: bytes) -> B:
     """Parse a body. Raises ApiError, which names the invalid field."""
     try:
-        given = json.loads(body.decode("utf-8"))
-        if isinstance(given, dict):  # Some clients send null for fields that they do not set.
-            given = {name: value for name, value in given.items() if value is not None}
-        return kind.model_validate(given)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str([*first["loc"], "the body"][0])
         raise ApiError(f"{name[:99]}: {first['msg']}, not {reprlib.repr(first['input'])}", param=name) from None
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON in UTF-8: {error}") from None
 
 
 def check_rules(*rules: tuple[str, object, str]) -> None:
@@ -158,10 +158,10 @@ class GeneratedText:
         self._held: deque[tuple[int, GeneratedToken]] = deque()  # pairs of a token and the index of its first character
 
     def add(self, event: GeneratedToken) -> list[dict[str, Any]]:
-        """Return what the next token adds to the text, in the form of streamed chunks.
+        """Add the next token. Return the new entries of `chunks`.
 
-        A token is listed in the chunk with its first character, and an end-of-document token in the last chunk. The
-        tokens of a stop string are never listed.
+        `logprobs` lists a token in the chunk with the token's first character, and an end-of-document token in the last
+        chunk. The tokens of a stop string are never listed.
         """
         added = [self._echo()] if self.echo and not self.events else []
         self.events.append(event)
@@ -207,7 +207,7 @@ class GeneratedText:
         }
 
     def whole(self) -> dict[str, Any]:
-        """Merge the chunks into one."""
+        """Return the whole entry, merged from the chunks."""
         texts, parts = ([chunk[key] for chunk in self.chunks] for key in ("text", "logprobs"))
         logprobs = {name: [x for part in parts for x in part[name]] for name in parts[0]} if self.logprobs else None
         return {**self.chunks[-1], "text": "".join(texts), "logprobs": logprobs}
@@ -284,10 +284,7 @@ class ServedModel(NamedTuple):
             # A token has at most as many characters as bytes, so a text that is too long need not be encoded.
             if len(prompt) > self.context * int(tokenizer.byte_lengths.max()):
                 raise self._too_long(name)
-            try:
-                return list(tokenizer.encode(prompt)), prompt
-            except ValueError as error:
-                raise ApiError(f"the prompt is not valid text: {error}", param=name) from None
+            return list(tokenizer.encode(prompt)), prompt
         if isinstance(prompt, list) and all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in prompt):
             return prompt, tokenizer.decode(prompt)
         ids = f"token ids from 0 to {tokenizer.vocab_size - 1}"
@@ -316,7 +313,7 @@ def log_probability(probability: float) -> float:
 
 
 class CompletionRequest(NamedTuple):
-    """A valid request for `texts`, n for each prompt, in this order."""
+    """A valid request. `texts` has n texts for each prompt, in the order of the prompts."""
 
     texts: list[GeneratedText]
     n: int = 1
@@ -326,7 +323,7 @@ class CompletionRequest(NamedTuple):
     def answer(self, tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
         """Return the whole answer, in the form of the request.
 
-        head: its id, model and time.
+        head: the answer's id, model and time.
         """
         return {**head, "choices": [text.whole() for text in self.texts], "usage": self.usage()}
 
@@ -342,8 +339,8 @@ class MegatronRequest(CompletionRequest):
 
     def answer(self, tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
         """Return, for each prompt with its new text: `text`, the ids `tokens`, their texts `segments`, and, if
-        requested, `logprobs`, the log-probabilities of all tokens but the first. A newline that ended a text is a part
-        of it."""
+        requested, `logprobs`, the log-probabilities of all tokens but the first. `text` includes a newline that ended
+        it."""
 
         def segment(token: int) -> str:
             return END_NAME if token == tokenizer.eod else tokenizer.decode([token])
