@@ -45,8 +45,8 @@ LoglikelihoodRequest = tuple[Any, list[int], list[int]]  # (request, ids of the 
 
 @register_model("gpt2-model-parallel")
 class HarnessLM(TemplateLM):  # type: ignore[misc]
-    """Wrap a model for lm-eval, which sees one process. Each rank makes all requests and gets all answers; `score`
-    divides the work over the ranks."""
+    """Wrap a model for lm-eval. Each rank makes all requests and gets all answers; `score_windows` divides the work
+    over the ranks."""
 
     def __init__(self, model: GPT2Model, tokenizer: Tokenizer, batch_size: int = 4, **_: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
         self, requests: list[LoglikelihoodRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         windows = []
-        for _what, context, continuation in requests:
+        for _request, context, continuation in requests:
             ids = np.array((context + continuation)[-self.max_length - 1 :])  # A long context loses its beginning.
             windows.append(Window(ids, min(len(continuation), self.max_length)))
         scores = score_windows(self.model, windows, batch_size=self.batch_size)

@@ -1,4 +1,4 @@
-"""Flags, loading of the model, and the JSON file of scores, for all programs that use a trained model."""
+"""All programs that use a trained model share these flags, the loading of the model, and the JSON file of scores."""
 
 import argparse
 import json

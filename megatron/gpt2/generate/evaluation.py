@@ -33,7 +33,7 @@ ENDINGS = 4  # A question of HellaSwag has this number of endings.
 OVERLAPPING_EVAL = 32  # Megatron has this default for its tasks.
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 
-Metrics = dict[str, Any]  # Each name has an int or float.
+Metrics = dict[str, Any]  # The values are int or float.
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class EvaluationTask:
 
     settings: the options that decided the windows.
     words: the number of words of the original text, for the perplexity per word; None for other tasks.
-    num_truncated: the passages that were cut at the beginning to fit a window.
-    endings: of HELLASWAG, the number of the right ending [questions], and the characters of each [questions, endings].
+    num_truncated: the number of passages that were cut at the beginning to fit a window.
+    endings: for HELLASWAG, the index of the right ending [questions], and the number of characters of each ending
+        [questions, endings].
     """
 
     name: str

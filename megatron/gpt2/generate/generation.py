@@ -87,18 +87,17 @@ class GenerationRequest:
             likeliest = [(int(i), math.exp(value)) for i, value in zip(others[:middle], others[middle:], strict=True)]
             wanted = tuple(likeliest[: self.sampling.alternatives])
             self.prompt_tokens.append(GeneratedToken(self.number, token, math.exp(log_probability), "", wanted))
-        self.score_prompt = False  # The prompt is scored only once.
+        self.score_prompt = False  # If the context is read again, it is not scored again.
 
 
 Continuation = GenerationRequest  # the name until version 0.3
 
 
 class GeneratedToken(NamedTuple):
-    """One new token of continuation `number`, or its end without a token, because it was cancelled or `max_new_tokens`
-    is 0.
+    """One new token of continuation `number`, or the end of one that was cancelled or has `max_new_tokens` 0.
 
-    id: -1 without a token.
-    text: the characters that this token completes; may be empty, and may include characters of earlier tokens.
+    id: the token, or -1 if the continuation ended without one.
+    text: the characters that this token completes: none, some, or also characters of earlier tokens.
     probability: the model's probability, before penalty, temperature, top-k and top-p.
     likeliest: the `SamplingParams.alternatives` likeliest ids with their probabilities.
     finish: see `GenerationRequest.finish`.
@@ -167,8 +166,8 @@ class Generator(ModelRunner):
 class ContinuousBatch:
     """A batch that continuations join and leave while it runs. Continuations wait in a queue for a free row.
 
-    Between two token steps at most one full context of new prompts is read, so that running texts are not delayed for
-    long.
+    Between two decoding steps, the new prompts that are read have at most as many tokens as one full context. Running
+    texts therefore never wait for long.
     """
 
     def __init__(self, generator: Generator, rows: int) -> None:
@@ -274,8 +273,8 @@ class ContinuousBatch:
 
 
 class TextStream:
-    """Turns the bytes of tokens into text. It keeps back unfinished characters and text that may become a stop
-    string."""
+    """Turns the bytes of tokens into text. Unfinished characters, and text that may become a stop string, are kept
+    back."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stopped = False

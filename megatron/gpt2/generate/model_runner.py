@@ -62,8 +62,8 @@ class ModelRunner:
     def driving(self) -> Iterator[None]:
         """Let the other ranks return from `execute_commands` at the end of the block.
 
-        If the block raises an error, the other ranks raise it, too. This does not work for an error inside a forward
-        pass, because the other ranks are computing. They end when they lose the connection to the driver.
+        If the block raises an error between forward passes, the other ranks raise the error, too. After an error inside
+        a forward pass, the other ranks end when they lose the connection to the driver.
         """
         try:
             yield
@@ -100,7 +100,7 @@ class ModelRunner:
         return tuple(json.loads(data.numpy().tobytes()))
 
     def _broadcast_tensor(self, numbers: Tensor) -> Tensor:
-        """Return the driver's tensor on the CPU."""
+        """Broadcast the driver's tensor. Return the tensor on the CPU."""
         numbers = numbers if dist.get_backend(self._group) == "gloo" else numbers.to(self.device)
         dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._group)
         return numbers.cpu()
@@ -176,13 +176,13 @@ def token_scores(
     model: GPT2Model, hidden: Tensor, tokens: Tensor, lengths: Tensor, counts: Tensor, alternatives: int = 0
 ) -> Tensor:
     """Score the last tokens of b texts. Return float64 [t, 2 + 2a] for the t tokens of all texts, equal on every rank
-    of the model-parallel group.
+    of the model-parallel group. The columns are ln p(token); 1 if the token is the arg-max, else 0; the a =
+    `alternatives` likeliest ids; ln p of each of these ids.
 
     hidden: [s, b, h], from `model.hidden_states`.
     tokens: [b, s] or more; padding is at the end.
     lengths: [b] on the CPU, the number of tokens of each text without padding.
-    counts: [b] on the CPU, how many of them are scored; the first token has no score. The columns are ln p(token); 1 if
-        the token is the arg-max, else 0; the a = `alternatives` likeliest ids; ln p of each of these ids.
+    counts: [b] on the CPU, the number of tokens to score at the end of each text; the first token has no score.
     """
     at, last = torch.arange(tokens.size(1) - 1), lengths.unsqueeze(1) - 1
     # For each token to score, these are its row, and the position of the token before it.

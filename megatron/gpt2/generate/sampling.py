@@ -20,10 +20,10 @@ class SamplingParams:
     Raises ValueError, which names the flag, for an impossible value.
     """
 
-    repetition_penalty: float = 1.0  # If it is above 1, tokens that are in the text become less likely.
-    temperature: float = 1.0  # The value 0 takes the most likely token.
-    top_k: int = 0  # The k most likely tokens can be drawn; 0 means all.
-    top_p: float = 0.0  # The fewest tokens whose probabilities sum to p can be drawn; 0 means all.
+    repetition_penalty: float = 1.0  # above 1: tokens that the text already has become less likely
+    temperature: float = 1.0  # 0: the most likely token is always taken (greedy)
+    top_k: int = 0  # draw only from the k most likely tokens; 0: from all tokens
+    top_p: float = 0.0  # draw only from the fewest tokens whose probabilities sum to p; 0: from all tokens
     max_new_tokens: int = 200
     stop: tuple[str, ...] = ()  # A continuation ends before the first of these texts.
     seed: int = 1234

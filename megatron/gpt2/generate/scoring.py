@@ -65,9 +65,9 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
         mpu.get_data_parallel_rank() * batch_size, len(order), mpu.get_data_parallel_world_size() * batch_size
     )
     scores = torch.zeros(2, len(windows), dtype=torch.float64, device=device)
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     with inference(model):
-        for start in progress_bar(starts, visible=first, desc="scoring", unit="batch", leave=False):
+        for start in progress_bar(starts, visible=is_first_rank, desc="scoring", unit="batch", leave=False):
             batch = order[start : start + batch_size]
             texts = [torch.from_numpy(windows[i].ids).long() for i in batch]
             tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)

@@ -2,7 +2,7 @@
 
     python tools/post_mortem.py checkpoints/gpt2_345m
 
-Reads the files that all ranks and launchers left in the --save folder, and prints about ten lines.
+The program reads the files that all ranks and launchers left in the --save folder, and prints about ten lines.
 docs/how-to/operations.md describes each failure. Exit codes: 0 if the run ended well, 1 if it failed, 2 if the folder
 is not the --save folder of a run.
 """
@@ -81,7 +81,7 @@ def _continuation(folder: Path, settings: Mapping[str, Any], reached: int, verif
     elif again > 0:
         text += f"; {plural(again, 'iteration')} will be repeated"
     rows = [("checkpoint", text), *(("", line.removeprefix("WARNING: ")) for line in warnings[:1])]
-    # The command of the last start does not include an external launcher.
+    # The recorded command does not include an external launcher such as torchrun.
     return [*rows, ("continue", settings.get("environment", {}).get("command", "the same command"))]
 
 

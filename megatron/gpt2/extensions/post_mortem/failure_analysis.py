@@ -2,7 +2,7 @@
 
 When a rank dies, many processes record incidents (`monitor/incidents.py`). A killed rank records nothing, and its
 launcher records the signal. The other ranks lose the connection, fail in a collective, and are ended in turn. This
-module finds the first incident that is not a consequence of a different incident. This module reads no files.
+module finds the first incident that is not a consequence of a different incident.
 """
 
 import re
@@ -17,13 +17,13 @@ Incident = Mapping[str, Any]
 
 START_WINDOW = 600.0  # All ranks of an attempt start within this number of seconds.
 KILL_WINDOW = 2.0  # A scheduler ends all ranks within this number of seconds.
-# a line of a stack in the data loader
+# A stack with such a line was recorded in the data loader.
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
 NOT_A_CRASH = {"", "SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}  # no signal, or one that asks a run to stop
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
 
-# For each kind of failure, this table gives its meaning and what to do before the run continues. An error's incident
-# has its kind as `cause`.
+# For each kind of failure, this table gives its meaning and what to do before the run continues. The incident of an
+# error has the kind of failure as its `cause`.
 KINDS = {
     "out of memory": (
         "this layout needs more memory than was available",
@@ -161,7 +161,7 @@ def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
     causes = []
     for attempt in range(max((incident["attempt"] for incident in last), default=0)):
         found = last_attempt([one for one in incidents if one["attempt"] == attempt and one["time"] < start])
-        # The ranks ended in order, to make room for new ranks.
+        # An "end" shows that these ranks stopped in order, because new ranks joined.
         if found and not any(incident["kind"] == "end" for incident in found):
             causes.append(first_cause(found, {}).cause)
     return causes
@@ -232,7 +232,7 @@ def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
         whom = "each other" if len(accused) > 1 else "the others"  # A rank that loses the store reports rank 0 as lost.
         return Failure("lost link", f"{format_ranks(accused, {})} lost {whom}{at}")
     lost = accused - accusers
-    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # of the lost ranks, and of the others
+    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # hosts by whether their rank is lost
     for incident in incidents:
         if (rank := reporting_rank(incident)) >= 0:
             hosts[rank in lost].add(incident["host"])

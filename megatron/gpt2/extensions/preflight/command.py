@@ -66,8 +66,8 @@ class Finding(NamedTuple):
 
     text: the result to show if the check passes.
     problem: shown with the ranks that have it.
-    is_warning: the problem does not stop a run.
-    must_match: named values that must be equal on all ranks without a problem.
+    is_warning: True for a problem that does not stop a run.
+    must_match: values by name; ranks that report no problem must have equal values.
     fix: how to fix a problem or a difference.
     """
 
@@ -105,7 +105,7 @@ def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int
         rows.append(CheckResult(name, where + problem, first.fix, "WARN" if first.is_warning else "FIX"))
     for key in dict.fromkeys(key for rank in compared for key in found[rank].must_match):
         values = {rank: found[rank].must_match.get(key, "none") for rank in compared}
-        # If two values are equally frequent, the first rank's value is used.
+        # If two values are equally frequent, the first rank's value counts as the common one.
         (common, _), *others = Counter(values.values()).most_common()
         for value, _ in others:
             ranks = [rank for rank in compared if values[rank] == value]

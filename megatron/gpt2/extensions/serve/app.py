@@ -44,13 +44,13 @@ BODY_SECONDS = 30.0  # The body of a request must arrive within this number of s
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Make a JSON response in ASCII. An error may quote a client's words, which may not be valid Unicode."""
+    """Make a JSON response in ASCII. An error may quote text of a client that is not valid Unicode."""
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
 def error_response(error: ApiError) -> Response:
     """Make the response to a failed request, in OpenAI's form."""
-    # A request that took too long would do so again. With this header, OpenAI's client does not repeat it.
+    # OpenAI's client does not repeat a request whose answer has this header. A second try would fail, too.
     headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
     if error.status == 408:
         headers["Connection"] = "close"  # The server does not read the rest of the body.
@@ -75,10 +75,10 @@ class HostCheck:
 
 @dataclass
 class Service:
-    """The state of all endpoints. Only the thread of the event loop uses it.
+    """The endpoints and the state that they share. Only the thread of the event loop uses this object.
 
     max_texts: limit of running and waiting texts.
-    max_seconds: time limit for an answer.
+    max_seconds: time limit for an answer in seconds.
     log: called with a line for each request.
     allowed_hosts: the host names that `is_allowed_host` accepts.
     """
@@ -138,8 +138,8 @@ class Service:
         }
 
     async def complete(self, request: Request, read: Callable[[bytes, ServedModel], CompletionRequest]) -> Response:
-        """POST /v1/completions, PUT /api, PUT /generate: texts, at once or streamed. Raises ApiError if the request is
-        invalid.
+        """Answer POST /v1/completions, PUT /api and PUT /generate with texts, at once or streamed. Raises ApiError for
+        an invalid request.
 
         read: parses the body.
         """
@@ -205,7 +205,7 @@ class CompletionResponse(Response):
             )
 
     async def _answer(self) -> str:
-        """Send the answer. Return its outcome for the log."""
+        """Send the answer. Return "done" or the error, for the log."""
         request = self.request
         uncounted = {"usage": None} if request.include_usage else {}
         try:
@@ -225,7 +225,7 @@ class CompletionResponse(Response):
         return "done"
 
     async def _events(self) -> AsyncIterator[tuple[int, GeneratedToken]]:
-        """Yield the number of a text and its next event. Raises ApiError if the server stops."""
+        """Yield pairs of a text's number and its next token. Raises ApiError if the server stops."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, GeneratedToken | None]] = asyncio.Queue()
 
@@ -242,7 +242,8 @@ class CompletionResponse(Response):
             yield number, event
 
     async def _write(self, content: Any, *, more: bool = True) -> None:
-        """Send a server-sent event: JSON, or a string as it is. The headers go before the first one."""
+        """Send `content` as a server-sent event, after the HTTP headers. A string is sent unchanged, anything else as
+        JSON."""
         send = self._client[2]
         if not self._began:
             self._began = True

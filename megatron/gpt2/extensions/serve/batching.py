@@ -5,8 +5,9 @@ from queue import SimpleQueue
 
 from megatron.gpt2.generate.generation import ContinuousBatch, GeneratedToken, GenerationRequest, Generator
 
-# The thread that generates calls this with (number, token) for each token of continuation `number` of a request, whose
-# `prompt_tokens` are complete before. If the server stops before the end, the call is deliver(0, None).
+# The generating thread calls deliver(number, token) for each token of continuation `number` of a request. The
+# continuation's `prompt_tokens` are complete before the first call. If the server stops early, the thread calls
+# deliver(0, None).
 Deliver = Callable[[int, GeneratedToken | None], None]
 
 
@@ -34,8 +35,8 @@ class Batcher:
         self._incoming.put(((), lambda number, event: None))  # An empty request wakes the thread.
 
     def run(self, generator: Generator) -> None:
-        """Generate until `stop` is called. Every unfinished request then gets an error that the server stops, even
-        after an exception."""
+        """Generate until `stop` is called. Then, also after an exception, call deliver(0, None) for each unfinished
+        request."""
         try:
             with generator.batch(self._batch_size) as batch:
                 while not self._stopping:

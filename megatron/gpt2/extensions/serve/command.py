@@ -80,7 +80,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family, backlog=CONNECTIONS)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # The part that Python adds is removed.
+        reason = (error.strerror or str(error)).partition(" (")[0]  # without Python's addition
         raise ValueError(f"--host {host} --port {port}: {reason}; use --port 0 for a free port") from None
 
 
@@ -90,7 +90,10 @@ def serve(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     listener = listen(args.host, args.port) if rank_info.rank == 0 else None
     loaded = open_model_from_flags(args, rank_info, log)
     if listener is None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # All ranks get the signal, and the first rank ends the others.
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # All ranks get these signals. The first rank ends the other ranks.
             signal.signal(number, signal.SIG_IGN)
     generator = Generator(loaded.model, loaded.tokenizer, group=new_command_group())  # All ranks join this group.
     if listener is None:

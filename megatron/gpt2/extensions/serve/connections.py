@@ -12,15 +12,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 GRACE = 2  # When the server stops, open connections have this number of seconds to end.
 CONNECTIONS = 512  # At most this number of connections is open.
-# time limit for the headers of a request, and for a client that does not read its answer
+# A client must send the headers of a request, and read waiting bytes of an answer, within this number of seconds.
 IDLE_SECONDS = 10.0
 
 
 class ClientConnection(H11Protocol):
-    """A connection that ends after IDLE_SECONDS in which its client sends no whole headers, or does not read.
+    """A connection that ends if its client takes longer than IDLE_SECONDS to send headers, or to read.
 
-    uvicorn's own limit begins only after a response, and each byte ends it. If there are CONNECTIONS already, a new one
-    replaces the oldest whose client has not sent its whole request. Slow clients therefore do not keep out others.
+    uvicorn's own time limit begins only after a response, and the next byte of the client ends this limit. If
+    CONNECTIONS connections are open, a new connection replaces the oldest one whose client has not sent its whole
+    request, so slow clients do not keep out other clients.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -32,7 +33,7 @@ class ClientConnection(H11Protocol):
             oldest.transport.abort()
         self.opened = self.loop.time()
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # With this limit, `pause_writing` is called for each byte that waits.
+        transport.set_write_buffer_limits(0)  # asyncio calls `pause_writing` as soon as a byte waits.
         self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, transport.abort)
 
     @property
@@ -84,8 +85,8 @@ def build_server(app: ASGIApp) -> uvicorn.Server:
 def is_allowed_host(header: str, allowed: Collection[str]) -> bool:
     """Return whether a request's Host header is an IP address, localhost or one of the `allowed` names.
 
-    A page of a different site can reach this server under its own name, if it changes the address of this name (DNS
-    rebinding). It cannot do so under an address.
+    A web page of a different site can send requests to this server if the site's name resolves to the server's address
+    (DNS rebinding). The Host header of such a request has the site's name.
     """
     try:
         name = (urlsplit(f"//{header}").hostname or "").removesuffix(".")

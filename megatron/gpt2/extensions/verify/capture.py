@@ -47,7 +47,7 @@ class CapturePoint(NamedTuple):
 
 # the outputs of a whole layer, of the embeddings and of the final norm
 MODULE_OUTPUT = CapturePoint(gradient=True)
-# The operations are in the order of a layer.
+# A layer computes these tensors in this order.
 CAPTURE_POINTS = (
     CapturePoint("input_layernorm", gradient=True),
     CapturePoint("attention.query_key_value", split=True),
@@ -110,7 +110,7 @@ class Capture(Hook):
         model, body = self._model, self._model.transformer
         body.register_forward_pre_hook(lambda module, args: self._capture("embeddings", 0, args[0]))
         for number, layer in enumerate(body.layers):
-            if layer is not None and model.is_compiled:  # Hooks on its modules would be compiled, too.
+            if layer is not None and model.is_compiled:  # Hooks on the layer's modules would be compiled, too.
                 layer._compiled_call_impl = self._capture_compiled(layer._compiled_call_impl, number)
             elif layer is not None:
                 self._hook_layer(layer, number)
@@ -139,7 +139,8 @@ class Capture(Hook):
         return call
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the first sample of the micro-batch, and capture the inputs. A chunk gets its micro-batches in order."""
+        """Find the first sample of the micro-batch, and capture the model's inputs. Each chunk of layers gets the
+        micro-batches in order."""
         trainer, layer_range = self._trainer, kwargs.get("layer_range")
         self._first_layer = 0 if layer_range is None else layer_range.start
         starts = micro_batch_starts(

@@ -93,7 +93,7 @@ class Difference:
     squares: for reference a and own b the sums aa, ab and bb over all chunks whose excess is above the bound.
 
     bound: the largest excess that rounding explains.
-    elements: how many elements the ranks have computed, those that several ranks hold counted once.
+    elements: the number of elements that the ranks have computed. An element that several ranks hold counts once.
     ranks: the ranks whose difference rounding does not explain.
     """
 
@@ -171,7 +171,7 @@ class TraceComparer:
         )
         rates = (trace.scalar(step, "learning rate", 0.0) for step in range(1, trace.metadata["steps"] + 1))
         self._rate_sums = [0.0, *itertools.accumulate(rates)]  # the sum of the learning rates up to each step
-        # The factor is `a` of the formula above, divided by this sum.
+        # `_adam_growth` is the term a of the module's formula, divided by the sum of the learning rates.
         weights = [
             entry.rms for entry in trace.entries.values() if entry.key[:2] == (0, "parameter") and len(entry.shape) == 2
         ]

@@ -97,8 +97,8 @@ class TraceEntry(NamedTuple):
 
 
 def measured(key: TensorKey, values: Tensor) -> Tensor:
-    """Return the values to compare: the square root of a second moment, since it scales and rounds like the gradients;
-    otherwise the tensor itself."""
+    """Return the values to compare: the square root of a second moment, which has the scale and the rounding errors of
+    gradients, or any other tensor itself."""
     return values.sqrt() if key.name.startswith(SECOND_MOMENT) else values
 
 
