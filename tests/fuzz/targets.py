@@ -46,7 +46,6 @@ from megatron.gpt2.formats import Hints, open_checkpoint
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
 from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.generate.generation import GeneratedToken
-from megatron.gpt2.generate.sampling import Sampler
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.monitor.html_report import render_page
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name, read_incidents
@@ -234,7 +233,7 @@ LINES = [
 
 
 def jsonl(name: str, pack: Callable[[bytes], bytes] = bytes, array: bool = False) -> Callable[[Path], object]:
-    content = json.dumps(LINES, indent=1) if array else "".join(f"{json.dumps(line)}\n" for line in LINES * 3)
+    content = json.dumps(LINES, indent=1) if array else "\n".join(map(json.dumps, LINES * 3))
     return lambda folder: (folder / name).write_bytes(pack(content.encode()))
 
 
@@ -484,14 +483,8 @@ def read_body(folder: Path, read: Callable[[bytes, ServedModel], CompletionReque
         c = text.c
         assert len(c.prompt) <= SERVED.context and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
         assert c.sampling.max_new_tokens <= SERVED.max_tokens
-        sampler = Sampler(c.sampling, c.prompt, TOKENIZER.vocab_size, torch.device("cpu"))
-        token, probability = sampler.draw(logits, logits.logsumexp(0))
-        assert 0 <= token < TOKENIZER.vocab_size and 0 <= probability <= 1
-        if c.score_prompt:
-            c.prompt_tokens = [GeneratedToken(0, i, 0.5, "") for i in c.prompt[1:]]
-        c.ids, c.finish = [token], "length"
-        likeliest = sampler.likeliest(logits)
-        text.add(GeneratedToken(0, token, probability, TOKENIZER.decode([token]), likeliest, c.finish))
+        c.context, c.prompt_tokens = [*c.prompt], [GeneratedToken(0, i, 0.5) for i in c.prompt[1:] if c.score_prompt]
+        text.add(c.next(logits, logits.logsumexp(0), TOKENIZER))
     json.dumps(request.answer(TOKENIZER, {}), allow_nan=False)
 
 

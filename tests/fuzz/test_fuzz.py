@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import time
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE
-from megatron.gpt2.config import compat
-from megatron.gpt2.monitor.incidents import read_records
 from tests.fuzz import fuzzing, targets
 from tests.fuzz.fuzzing import Input, Target
 
@@ -43,39 +40,40 @@ def test_inputs_are_taken_or_refused(inputs: Callable[[str], Input], name: str) 
     assert len({data for changed in changes for data in changed.values()}) > len(changes) // 3
 
 
-def bad_reader(name: str) -> Target:
-    """Return a reader of a file of ten bytes. The reader has a defect that about every fourth seed shows."""
-    kept: list[bytes] = []
+def busy(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def refuse(words: str, error: type[Exception] = ValueError) -> None:
+    raise error(words)
+
+
+KEPT: list[bytes] = []
+BAD_READERS: dict[str, Callable[[Path, bytes], object]] = {
+    "exception": lambda folder, data: {b"": 0}[data],
+    "invariant": lambda folder, data: refuse("another length", AssertionError),
+    "slow": lambda folder, data: busy(0.1),
+    "memory": lambda folder, data: KEPT.append(b"x" * (100 << 20)),
+    "no line": lambda folder, data: refuse(f"{folder}: two\nlines"),
+    "names nothing": lambda folder, data: refuse("somewhere"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_READERS)
+def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The readers of a file of ten bytes have a defect that about every fourth seed shows."""
 
     def read(folder: Path) -> None:
         data = (folder / "x").read_bytes()
-        if data == b"0123456789":
-            return
-        if name == "exception":
-            {b"": 0}[data]
-        elif name == "invariant":
-            assert len(data) == 10, "another length"
-        elif name == "slow":
-            end = time.process_time() + 0.1
-            while time.process_time() < end:
-                pass
-        elif name == "memory":
-            kept.append(b"x" * (100 << 20))
-        else:
-            raise ValueError(f"{folder}: two\nlines" if name == "no line" else "somewhere")
+        if data != b"0123456789":
+            BAD_READERS[name](folder, data)
 
-    return Target(name, lambda folder: (folder / "x").write_bytes(b"0123456789"), read)
-
-
-@pytest.mark.parametrize("name", ["exception", "invariant", "slow", "memory", "no line", "names nothing"])
-def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Input(bad_reader(name), tmp_path / "input")
+    given = Input(Target(name, lambda folder: (folder / "x").write_bytes(b"0123456789"), read), tmp_path / "input")
     monkeypatch.setattr(fuzzing, "MAX_SECONDS", 0.05 if name == "slow" else 10)
-    found = {
-        given.attempt(given.changed(seed))[0].partition(":")[0]
-        for seed in range(3 if name in ("slow", "memory") else 30)
-    }
-    assert name in found
+    seeds = range(3 if name in ("slow", "memory") else 30)
+    assert name in {given.attempt(given.changed(seed))[0].partition(":")[0] for seed in seeds}
 
 
 # --- defects that changed inputs have shown --------------------------------------------------------------------------
@@ -145,16 +143,3 @@ def test_a_defect_that_was_found_stays_fixed(inputs: Callable[[str], Input], num
     assert count
     outcome, line = given.attempt(given.repaired({name: content}))
     assert outcome == ("refused" if words else "accepted") and words in line, line
-
-
-def test_records_with_damaged_lines_are_read_without_them(tmp_path: Path) -> None:
-    good = {"iteration": 3, "lm_loss": 2.0}
-    lines = [json.dumps(good).encode(), b'{"iteration": 4, "lm_loss": "\xff"}', NESTED, b'{"iteration": 5']
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    assert read_records(tmp_path / "metrics.jsonl") == [good]
-
-
-def test_an_unknown_key_of_deepspeed_stays_in_its_line(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"a\\n\\ud800": 1}')
-    (note,) = compat.read_deepspeed_config(str(tmp_path / "ds.json"), {}).notes
-    assert '"a\\n\\ud800": unknown keys' in note and "\n" not in note

@@ -20,10 +20,8 @@ from typing import Any
 
 import pytest
 
-import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import tool
-from tests.megatron.gpt2.generate.test_generation import CONFIG, save
+from tests.megatron.gpt2.generate.test_generation import save_tiny
 
 ROOT = Path(__file__).resolve().parents[4]
 main = tool("generate_text").main
@@ -32,11 +30,7 @@ ON_CPU = ("--device", "cpu", "--precision", "fp32")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    mpu.initialize_model_parallel(1)
-    save(GPT2Model(CONFIG), folder)
-    mpu.destroy_model_parallel()
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture

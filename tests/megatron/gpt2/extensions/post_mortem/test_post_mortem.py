@@ -21,23 +21,18 @@ from tests.megatron.gpt2.checkpoint.saved_states import save
 def failed_run(folder: Path) -> Path:
     """Make a run of two ranks that was killed at iteration 9 of 100 and continued once before."""
     folder.mkdir(exist_ok=True)
-    write_config(
-        folder,
-        Config.from_dict({"checkpoint": {"save": str(folder)}}),
-        {"train_iters": 100, "global_batch_size": 8, "environment": {"command": "python pretrain.py --x 1"}},
-        continues=False,
-    )
+    local = {"local_checkpoint_interval": 2, "local_checkpoint_dir": str(folder.parent / "near")}
+    run_values = {"train_iters": 100, "global_batch_size": 8, "environment": {"command": "python pretrain.py --x 1"}}
+    config = Config.from_dict({"checkpoint": {"save": str(folder), **local}})
+    write_config(folder, config, run_values, continues=False)
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(1, 9)))
     save(folder, 5)
     save(folder, 7)
-    for rank in (0, 1):
-        IncidentLog(folder, rank_file_name(rank), attempt=1).note("start", iteration=7)
-    IncidentLog(folder, "launcher_here", attempt=1).note(
-        "rank ended", "rank 1 was ended by SIGKILL", rank=1, signal="SIGKILL"
-    )
-    IncidentLog(folder, rank_file_name(0), attempt=1).note(
-        "lost", "rank 1 was lost", iteration=9, ranks=[1], silences={"1": 3.0}
-    )
+    logs = [IncidentLog(folder, name, attempt=1) for name in (*map(rank_file_name, (0, 1)), "launcher_here")]
+    for log in logs[:2]:
+        log.note("start", iteration=7)
+    logs[2].note("rank ended", "rank 1 was ended by SIGKILL", rank=1, signal="SIGKILL")
+    logs[0].note("lost", "rank 1 was lost", iteration=9, ranks=[1], silences={"1": 3.0})
     return folder
 
 
@@ -54,16 +49,6 @@ def test_ten_lines_about_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
     # There is a newer local checkpoint of the same run.
     (folder / "local_checkpoints").write_text("abc")
     save(folder.parent / "near" / "abc", 8)
-    config = Config.from_dict(
-        {
-            "checkpoint": {
-                "save": str(folder),
-                "local_checkpoint_interval": 2,
-                "local_checkpoint_dir": str(folder.parent / "near"),
-            }
-        }
-    )
-    write_config(folder, config, {"train_iters": 100, "global_batch_size": 8}, continues=False)
     assert main([str(folder)]) == 1
     assert (
         "iteration 7 is the newest valid one, and this machine has a local one of iteration 8; 1 iteration will be "
@@ -79,18 +64,19 @@ def test_ten_lines_about_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_run_that_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report names a machine that the elastic run lost earlier."""
     (tmp_path / "run").mkdir()
-    for rank, host in enumerate("ab"):
-        IncidentLog(tmp_path / "run", rank_file_name(rank), host=host).note("start", iteration=0)
-    IncidentLog(tmp_path / "run", rank_file_name(0), host="a").note("lost", iteration=3, ranks=[1], silences={"1": 4.0})
+    logs = [IncidentLog(tmp_path / "run", rank_file_name(rank), host=host) for rank, host in enumerate("ab")]
+    for log in logs:
+        log.note("start", iteration=0)
+    logs[0].note("lost", iteration=3, ranks=[1], silences={"1": 4.0})
     folder = failed_run(tmp_path / "run")
-    (folder / "ended.json").write_text(json.dumps({"reason": "SIGTERM", "iteration": 9, "exit_code": 0, "time": 1.0}))
-    assert main([str(folder)]) == 1, "ended.json is from an earlier start"
-    (folder / "ended.json").write_text(json.dumps({"reason": "SIGTERM", "iteration": 9, "exit_code": 0, "time": 9e12}))
-    assert main([str(folder)]) == 0
+    for when, code in ((1.0, 1), (9e12, 0)):  # An ended.json from an earlier start does not count.
+        ended = {"reason": "SIGTERM", "iteration": 9, "exit_code": 0, "time": when}
+        (folder / "ended.json").write_text(json.dumps(ended))
+        assert main([str(folder)]) == code
     text = " ".join(capsys.readouterr().out.split())
     assert "ended well" in text and "first nothing: SIGTERM, at iteration 9" in text
     assert "before rank 1 on b stopped responding at iteration 3, as rank 0 (a), iteration 3 saw it" in text
-    (folder / "ended.json").write_text(json.dumps({"reason": "", "iteration": 9, "exit_code": 0, "time": time.time()}))
+    (folder / "ended.json").write_text(json.dumps(ended | {"time": time.time()}))
     IncidentLog(folder, rank_file_name(0)).refused(ValueError("--lr -1"))
     assert main([str(folder)]) == 0, "a refused start changes nothing"
     (folder / "ended.json").write_text("{")
@@ -148,20 +134,6 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         "killed rank",
         r"^rank 3 \(node002\) was ended by SIGKILL at iteration 634",
     ),
-    "a crash in a library": (
-        [rank_ended(10, 0, "SIGSEGV"), ranks_lost(2, 13, [0])],
-        "crashed rank",
-        "rank 0 .node001. was ended by SIGSEGV",
-    ),
-    "a killed node": (
-        [
-            ranks_lost(0, 12, [2, 3], 4.0),
-            ranks_lost(1, 12, [2, 3], 4.0),
-            rank_ended(14, 0, 1),
-        ],
-        "lost node",
-        r"^ranks 2-3 on node002 stopped responding",
-    ),
     "a node whose ranks are all killed, and whose launcher lives": (
         [
             rank_ended(10, 2, "SIGKILL", first=False),
@@ -173,11 +145,7 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         r"^ranks 2-3, all of node002, were ended by SIGKILL at once at iteration 634$",
     ),
     "a stopped rank": (
-        [
-            ranks_lost(0, 31, [3], 31.0),
-            ranks_lost(2, 31, [3]),
-            rank_ended(40, 2, 1),
-        ],
+        [ranks_lost(0, 31, [3], 31.0), ranks_lost(2, 31, [3]), rank_ended(40, 2, 1)],
         "silent rank",
         r"^rank 3 sent no heartbeat for 31 s at iteration 634",
     ),
@@ -192,25 +160,14 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         "hang in data loading",
         r"^rank 2 did not reach .* at data_utils/samplers.py:150",
     ),
-    "NaN in the gradients": (
-        [
-            rank_incident(0, 9, "not finite", "the step is skipped", iteration=640),
-            rank_incident(0, 10, "error", "FloatingPointError: 10 steps in a row", iteration=640, cause="not finite"),
-            rank_ended(11, 0, 1),
-        ],
-        "not finite",
-        r"^rank 0 \(node001\), iteration 640: FloatingPointError: 10 steps",
-    ),
     "out of memory": (
         [
-            rank_incident(
-                2, 5, "error", "out of memory on rank 2: expected 9,000 MB in backward", cause="out of memory"
-            ),
+            rank_incident(2, 5, "error", "expected 9,000 MB", cause="out of memory"),
             ranks_lost(0, 8, [2]),
             rank_ended(9, 2, 2),
         ],
         "out of memory",
-        "^rank 2 .node002., iteration 634: out of memory on rank 2",
+        "^rank 2 .node002., iteration 634: expected 9,000 MB",
     ),
     "a bug": (
         [
@@ -221,11 +178,6 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         "an error of the program",
         r"^rank 3 .*KeyError: 'learning_rate', at megatron/gpt2/train/loop.py:31$",
     ),
-    "a refused start": (
-        [rank_incident(0, 1, "refused", "--train-data x.txt: no such file", exit_code=2)],
-        "bad input",
-        r"^rank 0 .*: --train-data x\.txt: no such file$",
-    ),
     "a killed node, and a restart without it": (
         [
             ranks_lost(0, 12, [2, 3], 4.0),
@@ -235,10 +187,7 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         r"^ranks 2-3 on node002 stopped responding",
     ),
     "a rank that is cut off from the others and the store": (
-        [
-            ranks_lost(1, 30, [0], 4.0),
-            ranks_lost(0, 30, [0], 4.0),
-        ],
+        [ranks_lost(1, 30, [0], 4.0), ranks_lost(0, 30, [0], 4.0)],
         "lost link",
         "^rank 0 lost the others at iteration 634",
     ),
@@ -247,43 +196,22 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         "killed job",
         "^4 ranks were ended by SIGKILL at once",
     ),
-    "SIGTERM before the first step": (
-        [rank_ended(3, 0, "SIGTERM")],
-        "SIGTERM",
-        "^rank 0 .* was ended by SIGTERM with exit code 143",
-    ),
-    "Ctrl-C twice": (
-        [rank_ended(3, 0, "SIGINT")],
-        "Ctrl-C",
-        "^rank 0 .* was ended by SIGINT",
-    ),
     "a crash loop": (
-        [
-            rank_ended(10, 1, "SIGSEGV"),
-            launcher_incident("node001", 11, "crash loop", "the same step, 635, failed three times"),
-        ],
+        [rank_ended(10, 1, "SIGSEGV"), launcher_incident("node001", 11, "crash loop", "three times at step 635")],
         "crashed rank",
-        "rank 1 .node001. was ended by SIGSEGV; the same step, 635, failed three times",
+        "rank 1 .node001. was ended by SIGSEGV; three times at step 635",
     ),
+    **{
+        str(how): ([rank_ended(3, 2, how)], kind, f"^rank 2 .* ended .*{how}")
+        for how, kind in (("SIGSEGV", "crashed rank"), ("SIGTERM", "SIGTERM"), ("SIGINT", "Ctrl-C"), (7, "exit code"))
+    },
     # The error has an attribute with this cause.
     **{
-        cause: (
-            [rank_incident(1, 9, kind, f"an error: {cause}", cause=cause)],
-            cause,
-            f"^rank 1 .*: an error: {cause}$",
-        )
-        for kind, causes in (
-            ("error", ("full disk", "replica drift", "damaged checkpoint", "damaged data", "bad input")),
-            ("refused", ("missing ranks",)),
-        )
+        cause: ([rank_incident(1, 9, kind, "an error", cause=cause)], cause, "^rank 1 .*: an error$")
+        for kind, causes in (("error", {"full disk", "damaged data"}), ("refused", {"missing ranks", "bad input"}))
         for cause in causes
     },
     "no power": ([], "silent end", "last message is from rank 3"),
-    "an exit code and nothing else": (
-        [rank_ended(3, 2, 7)],
-        "exit code",
-        "^rank 2 .* ended with exit code 7",
-    ),
 }
 
 

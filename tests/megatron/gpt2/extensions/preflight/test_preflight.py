@@ -21,7 +21,7 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan import hook
 from megatron.gpt2.extensions.preflight import command as preflight
-from megatron.gpt2.extensions.preflight.command import CheckResult, Finding, combine_findings
+from megatron.gpt2.extensions.preflight.command import CheckResult
 from tests.data_utils.data_files import write_pair
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
@@ -153,19 +153,6 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
             found = "\n".join(f"{row.text} {row.fix}" for row in odd if row.name == where)
             assert re.search(said, found), (name, found)
         assert len(first[name]) >= (8 if expected else 12), first[name]
-
-
-def test_findings_of_many_ranks_are_compared() -> None:
-    """The rank that differs is named, with its host, for each value that differs."""
-    hosts = dict(enumerate("aabb"))
-    well = Finding("torch 2, numpy 1", "install", must_match={"torch": "2", "numpy": "1"})
-    everywhere = dict.fromkeys(hosts, well)
-    assert combine_findings("versions", everywhere, hosts) == [CheckResult("versions", "torch 2, numpy 1")]
-    old = everywhere | {2: well._replace(must_match={"torch": "3", "numpy": "0"})}
-    expected = [f"{key} on rank 2 (b), different from the others" for key in ("torch 3", "numpy 0")]
-    assert combine_findings("v", old, hosts) == [CheckResult("v", text, "install", "FIX") for text in expected]
-    wrong = dict.fromkeys(hosts, well._replace(problem="is broken"))
-    assert combine_findings("v", wrong, hosts) == [CheckResult("v", "is broken", "install", "FIX")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -25,6 +25,7 @@ from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import ROOT, needs
 from tests.megatron.gpt2.dist.started_ranks import wait_until
+from tests.megatron.gpt2.extensions.serve.test_app import openai_client
 from tests.megatron.gpt2.generate.test_generation import CONFIG, save
 
 pytestmark = [needs("starlette", "uvicorn", extra="serve"), needs("openai", extra="dev")]
@@ -64,9 +65,7 @@ class ServerProcess:
             )
         wait_until(lambda: "Ctrl-C" in self.said or self.process.poll() is not None)
         self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
-        import openai  # imported here, because it is slow and most test processes do not need it
-
-        self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
+        self.client = openai_client(self.url)
 
     @property
     def said(self) -> str:
@@ -103,9 +102,7 @@ def program(saved: Path) -> Iterator[ServerProcess]:
 
 
 def test_two_ranks_and_32_clients(program: ServerProcess) -> None:
-    """Some of the clients disconnect."""
-    import openai
-
+    """Every eighth client disconnects."""
     prompts = [f"client {i}" * (1 + i % 3) for i in range(32)]
 
     def ask(i: int) -> str:
@@ -120,9 +117,6 @@ def test_two_ranks_and_32_clients(program: ServerProcess) -> None:
         answers = list(clients.map(ask, range(32)))
     expected = generate_texts(prompts, max_new_tokens=25, seed=9)
     assert answers == ["" if i % 8 == 7 else text for i, text in enumerate(expected)]
-    with pytest.raises(openai.BadRequestError):
-        program.client.completions.create(model="tiny", prompt="x" * 33)
-    assert program.client.completions.create(model="tiny", prompt="a").choices
 
 
 def start_browser(playwright: Any) -> Any:
@@ -160,12 +154,9 @@ def test_the_page_in_a_browser(program: ServerProcess) -> None:
         assert page.evaluate("document.getElementById('output').textContent") == "Once é" + text
         # The card shows the probability of a token and other likely tokens.
         page.locator("#output .token").first.hover()
-        card = page.locator("#card")
-        api.expect(card).to_be_visible()
-        assert 5 <= card.locator("tr").count() <= 6 and card.locator("tr.drawn").count() == 1
         first = program.client.completions.create(model="tiny", prompt="Once é", max_tokens=1, seed=4, logprobs=5)
         percent = 100 * math.exp(first.choices[0].logprobs.token_logprobs[0])
-        shown = float(card.locator("tr.drawn td").last.inner_text().removesuffix(" %"))
+        shown = float(page.locator("#card tr.drawn td").last.inner_text().removesuffix(" %"))
         assert shown == pytest.approx(percent, rel=0.01)
         # The page still works after a stopped text and an error.
         page.locator("#max_tokens").fill("1000000")
