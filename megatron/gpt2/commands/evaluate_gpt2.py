@@ -3,7 +3,7 @@
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data wikitext-2/test.txt
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data lambada_test.jsonl --strict-lambada
 
-The checkpoint holds the model and the tokenizer. Megatron's flags for them are accepted, but not needed.
+The checkpoint holds the model and the tokenizer. Megatron's flags for these are accepted, but not needed.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -91,7 +91,7 @@ def check_model_flags(training: Arguments, checkpoint: NativeCheckpoint) -> None
 
 
 def score_file(task: EvaluationTask, path: str, loaded: LoadedModel, batch_size: int, log: Log) -> dict[str, Any]:
-    """Score the file `path`. Return its entry for the JSON file."""
+    """Score the file `path`. Return the file's entry for the JSON output."""
     metrics = evaluate_task(loaded.model, task, loaded.tokenizer, batch_size=batch_size)
     warning = plausibility_warning(task, metrics, loaded.tokenizer.vocab_size)
     if warning:

@@ -5,7 +5,7 @@
     python tools/generate_text.py --load checkpoints/gpt2_small --sample-input-file prompts.txt > answers.jsonl
     python tools/generate_text.py --load checkpoints/gpt2_small --num-samples 10 --genfile samples.jsonl
 
-The checkpoint holds model, tokenizer and vocabulary. Megatron's flags for them are accepted, but not needed.
+The checkpoint holds model, tokenizer and vocabulary. Megatron's flags for these are accepted, but not needed.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -138,7 +138,7 @@ def read_prompts(path: str) -> Iterator[str | ValueError]:
 def generate_entries(
     generator: Generator, prompts: Iterable[str | ValueError], sampling: SamplingParams, batch_size: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each prompt, in order. Its text depends only on the prompt, the seed and its number.
+    """Yield an entry for each prompt, in order. The text depends only on the prompt, the seed and the prompt's number.
 
     batch_size: texts generated together.
     """
@@ -163,8 +163,7 @@ def generate_entries(
 
 
 def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
-    """Load the model and continue the prompts that the flags name. The first rank writes, and the other ranks follow
-    it."""
+    """Load the model and continue the prompts that the flags name. Only the first rank writes."""
     args = parse_args(argv, log)
     loaded = open_model_from_flags(args, rank_info, log)
     generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, group=new_command_group(), log=log)

@@ -1,4 +1,4 @@
-"""All programs that use a trained model share these flags, the loading of the model, and the JSON file of scores."""
+"""Programs that use a trained model share this code: flags, loading of the model, and the JSON file of scores."""
 
 import argparse
 import json
@@ -23,8 +23,8 @@ from megatron.gpt2.generate.load_model import LoadedModel, load_for_inference
 class ModelParser(Parser):
     """The parser of a program that uses a trained model, with the flags for the model, the device and the layout.
 
-    scores: the program scores texts. Data-parallel ranks share this work, and the default precision does not depend on
-        the device. In a program that generates text, all ranks hold one model.
+    scores: True for a program that scores texts. Its data-parallel ranks share the texts, and its default precision
+        does not depend on the device. In a program that generates text, all ranks together hold one model.
     """
 
     def __init__(self, doc: str | None, *, scores: bool) -> None:
@@ -65,7 +65,7 @@ class ModelParser(Parser):
 
     def parse_with_training_flags(self, argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
         """Parse the flags of this program, and flags of training, which Megatron's command lines contain. `log` gets a
-        notice of the latter. Raises ValueError if a flag is unknown or invalid."""
+        notice that names the training flags. Raises ValueError if a flag is unknown or invalid."""
         args, rest = self.parse_known_args([with_dashes(word) for word in argv])
         training = parse(rest)
         if training.given:

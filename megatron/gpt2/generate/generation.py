@@ -55,7 +55,7 @@ class GenerationRequest:
         self.finish = self.finish or "cancelled"
 
     def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "GeneratedToken":
-        """Draw the next token, or finish.
+        """Draw the next token, or end the continuation.
 
         logits: [v].
         total: their logsumexp.
@@ -220,8 +220,8 @@ class ContinuousBatch:
         return rows
 
     def _compact(self) -> list[int]:
-        """Move the running continuations to the first rows, with as few moves as possible. Return each one's previous
-        row."""
+        """Move the running continuations to the first rows, with as few moves as possible. Return the previous row of
+        each."""
         used_rows = sorted(self._rows)
         sources = list(range(len(used_rows)))
         free = [row for row in sources if row not in self._rows]
@@ -300,7 +300,8 @@ class TextStream:
 
 
 def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[GenerationRequest]) -> None:
-    """Generate all continuations. Every rank of the model-parallel group calls this; the driver gets the results."""
+    """Generate all continuations. Every rank of the model-parallel group calls this function; the driver gets the
+    results."""
     generator = Generator(model, tokenizer)
     if not generator.is_driver:
         return generator.execute_commands()

@@ -84,7 +84,7 @@ def load_for_inference(
 
 def store_for_inference(model: GPT2Model) -> None:
     """Store the matrices of `model` in the order that its products read fastest, in place; see
-    `mpu.weight_for_inference`. They are no longer parameters: the model cannot be trained."""
+    `mpu.weight_for_inference`. The matrices are then no longer parameters, so the model cannot be trained."""
     for module in model.modules():
         if isinstance(module, ParallelLinear):
             weight = mpu.weight_for_inference(module.weight.data)

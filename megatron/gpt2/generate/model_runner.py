@@ -1,7 +1,7 @@
 """Inference with a model that is split over the ranks of a model-parallel group.
 
-The first rank is the driver, as in vLLM. It broadcasts a command for each forward pass, and the other ranks execute
-the same command. If an error ends the driver, the other ranks end, too.
+The first rank is the driver, as in vLLM. The driver broadcasts a command for each forward pass, and the other ranks
+execute the same command. If an error ends the driver, the other ranks end, too.
 
 Legend: b rows, s sequence, h hidden, v vocabulary without padding, tp tensor-parallel size.
 """
@@ -216,7 +216,7 @@ def _delay_interrupt() -> Iterator[None]:
 def new_command_group() -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks for commands, or None if `torch.distributed` is not initialized.
 
-    Its time limit is ten years, because the driver may wait for a request for days. With gloo a waiting rank sleeps,
-    and no NCCL watchdog ends it.
+    The group's time limit is ten years, because the driver may wait for a request for days. With gloo a waiting rank
+    sleeps, and no NCCL watchdog ends it.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=3650)) if dist.is_initialized() else None

@@ -44,7 +44,7 @@ class SamplingParams:
 
     @property
     def is_full(self) -> bool:
-        """Whether every token can be drawn, even the least likely one."""
+        """True if every token can be drawn, even the least likely one."""
         return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
 
 

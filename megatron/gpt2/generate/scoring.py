@@ -41,8 +41,8 @@ def sliding_windows(ids: np.ndarray, length: int, stride: int) -> list[Window]:
     """Cut `ids` [n] into windows of up to `length` + 1 ids. Every id except the first is a target in exactly one
     window.
 
-    stride: the targets of each window after the first, at most `length`. Each of them has at least `length` - `stride`
-    ids of context (Megatron's --overlapping-eval).
+    stride: the targets of each window after the first, at most `length`. Each of these targets has at least `length` -
+        `stride` ids of context (Megatron's --overlapping-eval).
     """
     shared = length - stride
     parts = ((start, ids[start : start + length + 1]) for start in range(0, max(len(ids) - 1 - shared, 1), stride))
@@ -59,7 +59,7 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
     batch_size: windows per forward pass.
     """
     device = next(model.parameters()).device
-    # The longest windows are first, which needs little padding.
+    # The windows of a batch have similar lengths, so they need little padding.
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
     starts = range(
         mpu.get_data_parallel_rank() * batch_size, len(order), mpu.get_data_parallel_world_size() * batch_size

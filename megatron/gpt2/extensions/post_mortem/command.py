@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def report(folder: Path, *, verify: bool = False) -> tuple[Failure, list[str]]:
     """Return the first cause and the lines to print about the run that saved in `folder`.
 
-    verify: hash every byte of its checkpoints. Raises FileNotFoundError if it is not the folder of a run."""
+    verify: hash every byte of the checkpoints. Raises FileNotFoundError if `folder` is not the folder of a run."""
     if not any((folder / name).exists() for name in (CONFIG_FILE, METRICS, HISTORY, FOLDER)):
         raise FileNotFoundError(f"{folder} is not the folder of a run: give its --save folder")
     incidents, settings, ended = read_incidents(folder), read_json(folder / CONFIG_FILE), read_json(folder / ENDED)

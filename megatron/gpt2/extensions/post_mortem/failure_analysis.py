@@ -1,8 +1,8 @@
 """Failure analysis: finds the first cause of a run's end in the incidents that its processes recorded.
 
 When a rank dies, many processes record incidents (`monitor/incidents.py`). A killed rank records nothing, and its
-launcher records the signal. The other ranks lose the connection, fail in a collective, and are ended in turn. This
-module finds the first incident that is not a consequence of a different incident.
+launcher records the signal. The other ranks lose the connection, fail in a collective, and end, too. This module finds
+the first incident that is not a consequence of a different incident.
 """
 
 import re
@@ -113,7 +113,7 @@ class Failure(NamedTuple):
 
     @property
     def is_success(self) -> bool:
-        """Whether the run ended as requested."""
+        """True if the run ended as requested."""
         return self.kind == "ended well"
 
 
@@ -207,8 +207,8 @@ def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failur
 
 
 def _hang_failure(incidents: Sequence[Incident]) -> Failure:
-    """Return the failure if ranks waited too long. Each rank records its own stack, and one rank of each machine the
-    `ranks` that are missing."""
+    """Return the failure if ranks waited too long. Each rank records its own stack. One rank of each machine also
+    records the missing `ranks`."""
     hangs = [incident for incident in incidents if incident["kind"] == "hang"]
     if cut := next((incident["cut"] for incident in hangs if incident["cut"]), None):
         return Failure("lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(incidents)}")
@@ -232,7 +232,7 @@ def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
         whom = "each other" if len(accused) > 1 else "the others"  # A rank that loses the store reports rank 0 as lost.
         return Failure("lost link", f"{format_ranks(accused, {})} lost {whom}{at}")
     lost = accused - accusers
-    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # hosts by whether their rank is lost
+    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # True: the hosts of the lost ranks
     for incident in incidents:
         if (rank := reporting_rank(incident)) >= 0:
             hosts[rank in lost].add(incident["host"])
@@ -283,6 +283,6 @@ def lost_ranks(incident: Incident) -> dict[int, float | None]:
 
 
 def at_iteration(found: Sequence[Incident]) -> str:
-    """Return the last recorded iteration in words. Incidents of the start and of launchers may have none."""
+    """Return the last recorded iteration in words. Incidents of the start and of launchers may have no iteration."""
     known = max((incident["iteration"] for incident in found if incident["kind"] != "start"), default=-1)
     return f" at iteration {known:,}" if known >= 0 else ""

@@ -4,9 +4,9 @@
     srun python tools/preflight.py --model 345m --data-path corpus_text_document
 
 All ranks compare versions, code, devices, flags, clocks and data. Each rank multiplies matrices with a known product,
-each group tests its collectives, and disk space and memory are compared with the needs of the run. It trains nothing,
-and writes only tokenised text into the cache. Exit codes: 0 if all checks pass, 1 if the table names something to fix,
-2 for bad flags.
+each group tests its collectives, and disk space and memory are compared with the needs of the run. The program trains
+nothing, and writes only tokenised text into the cache. Exit codes: 0 if all checks pass, 1 if the table names something
+to fix, 2 for bad flags.
 """
 
 import json
@@ -91,7 +91,7 @@ Findings = dict[str, Finding]  # The key is the name of the check.
 
 
 def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int, str]) -> list[CheckResult]:
-    """Return a row for each problem and each difference of a check, or one row if it passes.
+    """Return a row for each problem and each difference of a check, or one row if the check passes.
 
     found: the result of each rank; ranks that could not run the check are missing.
     """
@@ -143,8 +143,8 @@ def run_checks(arguments: Arguments, rank_info: RankInfo) -> list[CheckResult]:
 
 
 def exchange_findings(rank_info: RankInfo, name: str, own: Findings) -> list[CheckResult]:
-    """Exchange the findings of all ranks through the rendezvous store, or the process group without one, and return the
-    rows."""
+    """Exchange the findings of all ranks, and return the rows of the table. The findings go through the rendezvous
+    store if there is one, otherwise through the process group."""
     text, rendezvous = json.dumps([platform.node(), own]), rank_info.rendezvous
     texts = rendezvous.gather(f"preflight {name}", rank_info.rank, text) if rendezvous else gather_strings(text)
     hosts, by_check = dict[int, str](), defaultdict[str, dict[int, Finding]](dict)
@@ -170,7 +170,7 @@ def check_process(rank_info: RankInfo, device: torch.device, backend: str) -> Fi
 
 
 def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext | None, Finding]:
-    """Prepare the run as the training does. Return None and a problem if that fails."""
+    """Prepare the run as the training does. Return None and a problem if the preparation fails."""
     try:
         context = build_context(arguments, rank_info, lambda line: None)
     except (ValueError, OSError) as error:
@@ -274,7 +274,7 @@ def check_save_folder(arguments: Arguments, rank_info: RankInfo, context: RunCon
 
 
 def checkpoint_bytes(context: RunContext) -> int:
-    """Return the bytes of the checkpoints that the run keeps, of all ranks, without the JSON files."""
+    """Return the size in bytes of all checkpoints that the run keeps, without the JSON files."""
     config = context.config.checkpoint
     bytes_each = context.dtype.itemsize + (0 if config.no_save_optim else OPTIMIZER_BYTES)
     steps = max(0, context.train_iters - context.resume_metadata.get("iteration", 0))

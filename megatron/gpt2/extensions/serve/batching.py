@@ -12,7 +12,7 @@ Deliver = Callable[[int, GeneratedToken | None], None]
 
 
 class Batcher:
-    """Generates the texts of requests, at most `batch_size` at once. They start in the order of submission, each
+    """Generates the texts of requests, at most `batch_size` at once. The texts start in the order of submission, each
     as soon as a row of the batch is free."""
 
     def __init__(self, batch_size: int) -> None:

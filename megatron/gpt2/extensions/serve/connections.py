@@ -38,7 +38,7 @@ class ClientConnection(H11Protocol):
 
     @property
     def awaits_request(self) -> bool:
-        """Whether the client has not yet sent a whole request."""
+        """True until the client has sent a whole request."""
         return self.conn.their_state is h11.IDLE or self.conn.their_state is h11.SEND_BODY
 
     def data_received(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """Requests of clients, in the form of OpenAI or Megatron-LM, and their answers. pydantic checks the fields.
 
-Megatron's form is that of its class `MegatronGenerate` (`PUT /api`). Its newest version (core 0.19) checks many fields
-but uses few. Here, each field has the effect that it had in core 0.8, or it is refused.
+Megatron's form is that of its class `MegatronGenerate` (`PUT /api`). Megatron's newest version (core 0.19) checks many
+fields but uses few. Here, each field has the effect that it had in core 0.8, or it is refused.
 """
 
 import codecs
@@ -138,7 +138,7 @@ def check_rules(*rules: tuple[str, object, str]) -> None:
 class GeneratedText:
     """A continuation as an entry of `choices` in a response, built token by token.
 
-    index: its number within the answer.
+    index: the continuation's number within the answer.
     prompt: the text of the prompt of `c`.
     echo: begin with the prompt.
     logprobs: add the log-probabilities.
@@ -176,7 +176,7 @@ class GeneratedText:
         return added
 
     def _echo(self) -> dict[str, Any]:
-        """Return the first chunk of an answer with `echo`. Its log-probabilities are those of the continuation's
+        """Return the first chunk of an answer with `echo`. The chunk has the log-probabilities of the continuation's
         `prompt_tokens`, with null for the first token."""
         first = [GeneratedToken(0, token) for token in self.c.prompt[:1]]
         chunk = self._chunk(self.prompt, [self._with_offset(token) for token in first + self.c.prompt_tokens])
@@ -235,7 +235,8 @@ class ServedModel(NamedTuple):
             raise ApiError(message, param="model", code="model_not_found", status=404)
 
     def length(self, name: str, asked: int | None, default: int) -> int:
-        """Return the number of new tokens of a text. Raises ApiError for the field `name` if it is above the limit."""
+        """Return the number of new tokens of a text. Raises ApiError for the field `name` if the number is above the
+        limit."""
         number = min(default, self.max_tokens) if asked is None else asked
         wrong = f"it must be at most {self.max_tokens}, not {reprlib.repr(number)}"
         check_rules((name, number > self.max_tokens, wrong))

@@ -69,7 +69,7 @@ def first_index(layer: int) -> int:
 class Capture(Hook):
     """Captures the tensors of each step of `trainer`, and calls `take` with each shard while the step runs.
 
-    Only the output of a compiled layer is captured. Recomputed tensors are captured only once.
+    Of a compiled layer, only the output is captured. Recomputed tensors are captured only once.
     """
 
     def __init__(self, trainer: Trainer, take: Callable[[TensorShard], None]) -> None:
@@ -167,7 +167,7 @@ class Capture(Hook):
     def _capture(
         self, name: str, index: int, x: Tensor | Sequence[Tensor], point: CapturePoint = MODULE_OUTPUT
     ) -> None:
-        """Capture x, [s, b, w] or a shard of it, and later its gradient if `point` asks for it."""
+        """Capture x, [s, b, w] or a shard of it, and later the gradient of x if `point` asks for it."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
         x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # An exact layer returns a tuple.
@@ -290,7 +290,7 @@ class TransformersCapture(Capture):
         self._hook("transformer.final_layernorm", first_index(len(body.h)), body.ln_f)
 
     def _capture(self, name: str, index: int, x: Any, point: CapturePoint = MODULE_OUTPUT) -> None:
-        x = x[0] if isinstance(x, tuple) else x  # In older versions a layer returns a tuple.
+        x = x[0] if isinstance(x, tuple) else x  # In older versions of transformers, a layer returns a tuple.
         if name.endswith(".query_key_value"):  # [b, s, 3 n d] -> [b, s, n 3 d]
             x = x.unflatten(-1, (3, self._trainer.config.model.num_attention_heads, -1)).transpose(-3, -2).flatten(-3)
         super()._capture(name, index, x.transpose(0, 1), point)

@@ -71,7 +71,7 @@ SAME_METADATA = {
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags. `command` has the words after "--". Raises ValueError for bad flags."""
+    """Parse and check the flags. `command` of the result has the words after "--". Raises ValueError for bad flags."""
     parser = Parser(prog="verify", description=__doc__)
     parser.add_argument(
         "--layout",
@@ -132,7 +132,7 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
 
     The number of ranks is --nproc-per-node, or tensor × pipeline × --data-parallel-size (default 1).
 
-    batch: the global batch size of the first layout. If `flags` give a different one, ValueError is raised.
+    batch: the global batch size of the first layout. ValueError is raised if `flags` give a different size.
     """
     launch, rest = parse_launch_flags([*common, *shlex.split(flags)])
     parser = Parser(add_help=False)
@@ -178,10 +178,10 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
 class RankTask:
     """The work of each rank of a run.
 
-    trace: the folder to write with `records`, otherwise to compare with.
+    trace: the folder of the trace, which is written if `records` is True, and otherwise read.
     out: a folder for the ranks' reports and --save.
     steps: training steps.
-    by_transformers: let transformers compute.
+    by_transformers: let transformers compute the forward pass and the gradients.
     """
 
     trace: Path
@@ -203,8 +203,8 @@ class RankReport(NamedTuple):
 
 
 def run_layout(layout: LayoutSpec, task: RankTask) -> list[RankReport]:
-    """Run the task on all ranks of a layout, and return their reports. If a rank fails, which prints an error, this
-    program ends with its exit code."""
+    """Run the task on all ranks of a layout, and return their reports. If a rank fails, this program ends with the
+    rank's exit code."""
     task.out.mkdir(parents=True, exist_ok=True)
     launch = Launch(world_size=layout.world_size, local=(0, layout.world_size), ranks_to_start=layout.world_size)
     if code := start_ranks(functools.partial(run_program, functools.partial(run_task, task)), layout.words, launch):

@@ -1,13 +1,14 @@
-"""Compare a run with a trace while it runs. The run is the same training if rounding explains every difference.
+"""Compare a run with a trace while the run computes. The run is the same training if rounding explains every
+difference.
 
-Each rank compares its own shards and stores only statistics. `Comparison` combines those of all ranks. Differences
-are measured in units of roundoff at the scale of the tensor:
+Each rank compares its own shards and stores only statistics. `Comparison` combines the statistics of all ranks.
+Differences are measured in units of roundoff at the scale of the tensor:
 
     unit of an element   u · max(|a|, root mean square of the whole tensor a)
 
 u is the unit roundoff, half the distance from 1 to the next number: 2^-24 in fp32, 2^-11 in fp16, 2^-8 in bf16. An
-element much smaller than the root mean square is a sum whose terms nearly cancel. Its rounding error has the size of
-the terms, so the scale is never below the root mean square.
+element much smaller than the root mean square is a sum whose terms nearly cancel. The rounding error of such an element
+has the size of the terms, so the scale is never below the root mean square.
 
     bound = MAX_ROUNDINGS · √d · (√n + a)        the largest difference of an element that rounding explains
 
@@ -20,7 +21,7 @@ a   From the second step on, the error that AdamW adds. AdamW divides a gradient
     sign of an element, rounding changes the update by the whole learning rate. With relative noise e this happens to a
     fraction e of the elements, so the weights (root mean square σ) differ by Σ rate · √e / σ of their size.
 
-The gradient norm is one sum over N parameters, so n = N. Clipping passes its error on to the moments.
+The gradient norm is one sum over N parameters, so n = N. Clipping passes the error of the norm on to the moments.
 
 Parameters may differ by Σ 2 · rate · min(1, bound of the gradient / √v) more, where v is the bias-corrected second
 moment of the element in each step. For a matrix [m, n] that Muon updates, √v is r · √min(m, n) / (c · g^k): r is the
@@ -149,10 +150,10 @@ class Difference:
 class TraceComparer:
     """Compares the shards of rank `rank` with `trace` while they are computed.
 
-    If the two runs have different precisions, the bounds are those of the lower one. For gradients they are those of
-    bf16 if either run reduces gradients in bf16.
+    If the two runs have different precisions, the bounds are those of the lower one. The bounds of gradients are those
+    of bf16 if either run reduces gradients in bf16.
 
-    metadata: the metadata of its run, see `run_metadata`.
+    metadata: the metadata of the run with these shards, see `run_metadata`.
     """
 
     def __init__(self, trace: TensorTrace, metadata: Mapping[str, Any], rank: int) -> None:
@@ -200,7 +201,7 @@ class TraceComparer:
         apart = (a - b).abs() if own.is_floating_point() else math.inf
         is_equal = (reference == own) | (a.isnan() & b.isnan())  # Equal infinities count as equal, too.
         apart = torch.where(is_equal, 0.0, apart).nan_to_num_(math.inf, math.inf)
-        # The minimum scale is subnormal. It avoids 0 / 0.
+        # The minimum scale, a subnormal number, avoids 0 / 0.
         scale = a.abs().clamp_min_(max(entry.rms, 1e-30)).mul_(unit).clamp_min_(1e-38).nan_to_num_(1.0, posinf=1.0)
         allowed = self.allowed_by_update(entry, shard.slices)
         units, excess = (apart / scale).view(-1), (apart - allowed).clamp_min_(0.0).div_(scale).view(-1)
@@ -284,7 +285,7 @@ class Comparison:
     """The comparison of a run with a trace.
 
     tensors: the difference of each tensor, in the order of the step.
-    mismatches: those that rounding does not explain, or of which not every element was computed once.
+    mismatches: the tensors whose difference rounding does not explain, or of which not every element was computed once.
     total: the differences of all activations and gradients. Moments are left out because they also have the error of
         the gradient norm, and parameters because noise can change them by the learning rate.
     found: `TraceComparer.findings` of each rank, possibly read from JSON.

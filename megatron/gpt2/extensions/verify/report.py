@@ -40,7 +40,7 @@ FORWARD_OPERATIONS = {
     "labels": DATA,
     "token_weight": "the mask of the loss, or the number of tokens in the global batch",
 }
-# For each tensor, this names the operation that computes its gradient in backward.
+# For each tensor, this table names the operation that computes the tensor's gradient in backward.
 BACKWARD_OPERATIONS = {
     "input_layernorm": "{total_of}the gradient of the input of {layer}'s attention.query_key_value",
     "post_attention_layernorm": "{total_of}the gradient of the input of {layer}'s mlp.dense_h_to_4h",
@@ -95,7 +95,7 @@ def producing_operation(key: TensorKey, metadata: Mapping[str, Any]) -> str:
 class LayoutSpec(NamedTuple):
     """A layout to run.
 
-    name: its --layout, or "(no flags)".
+    name: the flags of its --layout, or "(no flags)".
     words: its command line for pretrain_gpt2, without launcher flags.
     batch: the samples of a step.
     """
@@ -107,7 +107,7 @@ class LayoutSpec(NamedTuple):
 
 
 class LayoutResult(NamedTuple):
-    """The outcome of a layout.
+    """The comparison of a layout with the reference.
 
     metadata: see `run_metadata`.
     """
