@@ -1,10 +1,11 @@
-"""Hosts on one machine: network namespaces that bridges join. Each has addresses, a host name and names of the others.
+"""Hosts on one machine: network namespaces that bridges join. Each host has addresses, a host name and the names of the
+other hosts.
 
     with Hosts(folder, 3) as hosts:
         run = hosts.start(0, words)     # on node1
         hosts.unplug(0)                 # nothing closes its connections
 
-The tests need Linux, root and the program ip; `limit` needs tc, `block` needs nft. Without them the test is skipped.
+The tests need Linux, root and the program ip; `block` needs nft. Without these, a test is skipped.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Hosts:
         return f"10.77.{network}.{host + 1}" if self.family == 4 else f"fd00:77:{network}::{host + 1}"
 
     def set_names(self, *addresses: dict[str, str]) -> None:
-        """Write the /etc/hosts of each host. The last one also applies to further hosts. Call this method before
+        """Write the /etc/hosts of each host. The last dict also applies to the hosts after it. Call this method before
         `start`."""
         for host in range(self.count):
             names = addresses[min(host, len(addresses) - 1)] | {"localhost": "127.0.0.1"}
@@ -116,7 +117,7 @@ class Hosts:
     ) -> StartedRank:
         """Start `program` with small flags and `words` on a host.
 
-        prepare: a function that is called there first.
+        prepare: a function that is called first on the host.
         """
         names = str(self.folder / f"names_{host}")
         before = partial(enter, self._spaces[host], f"node{host + 1}", names, prepare)
@@ -147,14 +148,6 @@ class Hosts:
         for network in range(self.networks):
             self.unplug(host, network)
         self.kill(host)
-
-    def limit(self, rate: str) -> None:
-        """Limit the rate at which each host sends, for example to 200mbit."""
-        for space in self._spaces:
-            for network in range(self.networks):
-                tool(
-                    *f"tc -n {space} qdisc add dev eth{network} root tbf rate {rate} burst 256kb latency 100ms".split()
-                )
 
     def block(self, host: int, rule: str) -> None:
         """Filter the packets that arrive at a host, for example with the rule "tcp dport 29500 drop"."""

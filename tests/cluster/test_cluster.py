@@ -97,7 +97,6 @@ STARTS = [
         change=lambda hosts: hosts.set_names({"node1": "127.0.1.1", "node2": "127.0.1.1"}, {"node1": "10.77.0.1"}),
     ),
     Start("the second of two networks", change=lambda hosts: hosts.unplug(0), network=1, networks=2),
-    Start("200 Mbit/s", change=lambda hosts: hosts.limit("200mbit")),
     Start(
         "names lead to the network that is cut",
         {"MASTER_ADDR": "node1"},
@@ -162,14 +161,14 @@ def test_start(folder: Path, on_one_host: list[float], case: Start) -> None:
 class Loss:
     """Two hosts with a rank each train and save, until a host is lost.
 
-    says: patterns in the output of the host that names the lost one, and of a host that returns.
-    after: what happens after the loss. It returns the exit code of the other hosts.
+    says: a pattern in the output of the host that names the lost host.
+    then: what happens after the loss: the run "ends", "ends on both" or "goes on", or the lost host "returns".
     """
 
     name: str
     lose: Callable[[Hosts], object]
     says: str
-    by: int = 0  # the host that names the other one
+    by: int = 0  # the host that names the lost host
     words: str = TWO
     in_save: bool = False
     by_torchrun: bool = False
@@ -209,6 +208,12 @@ LOSSES = [
         then="returns",
     ),
 ]
+
+
+def check_records(save: Path) -> None:
+    """Check that each iteration was recorded once, in order."""
+    found = [record["iteration"] for record in read_records(save / METRICS) if "split" not in record]
+    assert found == list(range(1, len(found) + 1))
 
 
 def iteration(save: Path) -> int:
@@ -252,8 +257,7 @@ def test_a_lost_host(folder: Path, case: Loss) -> None:
                 code, output = runs[lost].end(60)
                 assert code == 1 and re.search(FIRST, output), output
         assert find_checkpoint(save, log=pytest.fail) or case.in_save
-        found = [record["iteration"] for record in read_records(save / METRICS) if "split" not in record]
-        assert found == list(range(1, len(found) + 1))
+        check_records(save)
         print(case.name, [run.output.read_text() for run in runs.values()])
 
 
@@ -287,11 +291,6 @@ def test_a_link_between_two_other_hosts_is_cut(folder: Path) -> None:
         assert report(folder / "save")[0].kind == "lost link"
 
 
-def without_locks() -> None:
-    """Run without file locks in the --save folder, as on some network file systems."""
-    mock.patch.object(lease, "try_lock", side_effect=OSError(errno.ENOLCK, "No locks available")).start()
-
-
 @dataclass
 class Partition:
     """Three hosts train with --elastic until the network between `left` and the others is cut. All still reach the
@@ -307,51 +306,41 @@ class Partition:
     moment: str
 
 
-def hold_rank_0(folder: Path) -> None:
-    """Let rank 0 stop in the second commit of all three hosts until the file "go" exists."""
-    commit, count = writer.commit, itertools.count()
+def prepare(folder: Path, case: Partition, host: int) -> None:
+    """Let host 0 or 2 stop at the moment of the case, in the second save of all three hosts, until the file "go"
+    exists."""
+    count = itertools.count()
 
-    def commit_late(*args: Any) -> None:
-        check_owner = args[-1]
-
-        def check_and_wait() -> None:
-            check_owner()
-            if dist.is_initialized() and dist.get_world_size() == 3 and next(count) == 1:
-                (folder / "inside").touch()
-                while not (folder / "go").exists():
-                    time.sleep(0.05)
-
-        arguments = [*args[:-1], check_and_wait]
-        commit(*arguments)
-
-    mock.patch.object(saver, "commit", commit_late).start()
-
-
-def hold_files(folder: Path) -> None:
-    """Let the rank of this host stop in the second save of all three, before it writes its files."""
-    write, count = writer.write_rank_files, itertools.count()
-
-    def write_late(*args: Any) -> bytes:
+    def hold() -> None:
         if dist.is_initialized() and dist.get_world_size() == 3 and next(count) == 1:
             (folder / "inside").touch()
             while not (folder / "go").exists():
                 time.sleep(0.05)
+
+    def commit_late(*args: Any) -> None:
+        def check_and_hold() -> None:
+            args[-1]()
+            hold()
+
+        commit(*args[:-1], check_and_hold)
+
+    def write_late(*args: Any) -> bytes:
+        hold()
         return write(*args)
 
-    mock.patch.object(saver, "write_rank_files", write_late).start()
-
-
-def prepare(folder: Path, case: Partition, host: int) -> None:
-    if not case.locks:
-        without_locks()
+    commit: Callable[..., None] = writer.commit
+    write = writer.write_rank_files
+    if not case.locks:  # as on some network file systems
+        mock.patch.object(lease, "try_lock", side_effect=OSError(errno.ENOLCK, "No locks available")).start()
     if case.moment == "commit" and host == 0:
-        hold_rank_0(folder)
+        mock.patch.object(saver, "commit", commit_late).start()
     if case.moment == "files" and host == 2:
-        hold_files(folder)
+        mock.patch.object(saver, "write_rank_files", write_late).start()
 
 
 class Side(threading.Thread):
-    """The supervisor of the hosts on one side of a cut. It starts them again, without the others, until `stop`."""
+    """The supervisor of the hosts on one side of a cut. This thread starts the hosts again, without the hosts of the
+    other side, until `stop` is set."""
 
     def __init__(
         self, start: Callable[[int, str], StartedRank], side: Sequence[int], runs: Mapping[int, StartedRank]
@@ -432,6 +421,5 @@ def check_one_history(save: Path, outputs: Sequence[str]) -> None:
     assert not list(save.glob("*.old-*")), "an iteration was moved aside"
     newest = find_checkpoint(save, log=pytest.fail)
     assert newest.path.name == max(saved)
-    found = [record["iteration"] for record in read_records(save / METRICS) if "split" not in record]
-    assert found == list(range(1, len(found) + 1))
+    check_records(save)
     assert not any("Traceback" in text for text in outputs), outputs

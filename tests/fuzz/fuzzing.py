@@ -143,8 +143,8 @@ def attempt(
 
 
 def refusal(read: Callable[[], object], size: int, place: str) -> str:
-    """The line with which `read` refuses an input of `size` bytes. A slow one is tried again, because a busy machine is
-    slower."""
+    """Return the line with which `read` refuses an input of `size` bytes. A slow read is tried again, because the
+    machine may be busy."""
     outcome, line = next(found for _ in range(3) if (found := attempt(read, size, place))[0] != "slow")
     assert outcome == "refused", (outcome, line)
     return line
@@ -217,7 +217,7 @@ ODD_BYTES = b"\0" * 100, b"\xff" * 8, b" " * MAX_REPLACED, b"\n", b"\r\n", b"\xe
 
 
 def mutate(data: bytes, rng: Random) -> bytes:
-    """Apply one to MAX_CHANGES changes to `data`. A change cuts it, or replaces a value or some bytes."""
+    """Apply one to MAX_CHANGES changes to `data`. A change cuts the data, or replaces a value or bytes."""
     for _ in range(rng.choice((1, 1, 1, 2, 3, MAX_CHANGES))):
         at, pattern = _place(data, rng), rng.choice((VALUE, VALUE, VALUE, BRACKETED))
         found = pattern.search(data, at) or pattern.search(data)
@@ -250,8 +250,8 @@ def _other_value(old: bytes, data: bytes, rng: Random) -> bytes:
 
 
 def _other_bytes(old: bytes, data: bytes, rng: Random) -> bytes:
-    """No bytes, or the old ones with a flipped bit, as a different number, as noise, repeated, or from a different
-    place."""
+    """Return a replacement for the bytes `old`: nothing, the old bytes with a flipped bit, a different number, noise,
+    the old bytes repeated, or bytes from a different place."""
     size, at = len(old), _place(data, rng)
     number, top = int.from_bytes(old, "little"), 1 << 8 * size
     numbers = (

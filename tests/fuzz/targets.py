@@ -86,8 +86,8 @@ def read_saved(folder: Path) -> None:
 
 
 def read_any(folder: Path) -> None:
-    """Read the newest iteration without checking hashes. Each tensor is refused or has its shape, and no tensor is
-    larger than all files."""
+    """Read the newest iteration without checking hashes. Each tensor is refused or has the shape in the manifest, and
+    no tensor is larger than all files."""
     checkpoint = NativeCheckpoint(next(folder.glob("iter_*")))
     if problem := checkpoint.find_damage(check_hashes=False):
         raise ValueError(problem)
@@ -278,7 +278,7 @@ def pair(folder: Path) -> None:
 
 
 def check_tokens(data: TokenFile) -> None:
-    """Check that the documents together are all tokens."""
+    """Check that the documents together contain all tokens of the file."""
     starts: NDArray[np.int64] = data.document_starts
     assert starts[0] == 0 and starts[-1] == len(data.tokens) and bool((np.diff(starts) >= 0).all())
     assert sum(len(data[number]) for number in range(len(data))) == len(data.tokens) and len(data.tokens) < 1 << 20

@@ -142,20 +142,23 @@ def test_hellaswag_while_training_and_afterwards(folder: Path, tmp_path: Path) -
     process_docs(datasets.Dataset.from_list(raw)).to_json(tmp_path / "prepared.jsonl")
     task = TASKS["choice"] | {"doc_to_text": "{{query}}", "doc_to_choice": "choices", "doc_to_target": "{{gold}}"}
     write_task(tmp_path / "questions.yaml", tmp_path / "prepared.jsonl", task)
-    flags = ["--load", str(folder / "save"), "--device", "cpu", "--output", str(tmp_path / "out.json")]
-    assert program()["main"]([*flags, "--include-path", str(tmp_path), "--tasks", "questions"]) == 0
-    theirs = json.loads((tmp_path / "out.json").read_text())["results"]["questions"]
-    assert tool("evaluate_gpt2").main([*flags, "--valid-data", str(tmp_path / "hellaswag_val.jsonl")]) == 0
-    ours = json.loads((tmp_path / "out.json").read_text())["results"][0]["metrics"]
+
+    def results(main: Any, flags: str) -> Any:
+        words = f"--load {folder}/save --device cpu --output {tmp_path}/out.json {flags}"
+        assert main(words.split()) == 0
+        return json.loads((tmp_path / "out.json").read_text())["results"]
+
+    theirs = results(program()["main"], f"--include-path {tmp_path} --tasks questions")["questions"]
+    ours = results(tool("evaluate_gpt2").main, f"--valid-data {tmp_path}/hellaswag_val.jsonl")[0]["metrics"]
     assert (ours["accuracy"], ours["accuracy_norm"]) == (theirs["acc,none"], theirs["acc_norm,none"])
     assert 0.1 < ours["accuracy"] != ours["accuracy_norm"] < 0.9
 
     shutil.copy(folder / "text.txt", tmp_path)
-    going_on = (
-        "--pipeline-model-parallel-size 2 --exit-interval 1 --eval-interval 1 --lr 1e-30 --override-opt-param-scheduler"
+    flags = (
+        "--pipeline-model-parallel-size 2 --exit-interval 1 --eval-interval 1 --lr 1e-30 "
+        f"--override-opt-param-scheduler --eval-tasks hellaswag --eval-tasks-folder {tmp_path} --load {folder}/save"
     )
-    tasks = ["--eval-tasks", "hellaswag", "--eval-tasks-folder", str(tmp_path), *SHAPE, "--load", str(folder / "save")]
-    run_ranks(train_with_tasks, 2, tmp_path, [*going_on.split(), *tasks])
+    run_ranks(train_with_tasks, 2, tmp_path, [*SHAPE, *flags.split()])
     records = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     (scored,) = [record for record in records if record.get("split") == "hellaswag"]
     assert (scored["accuracy"], scored["accuracy_norm"]) == (ours["accuracy"], ours["accuracy_norm"])

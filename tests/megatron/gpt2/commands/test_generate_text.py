@@ -146,26 +146,24 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
         preexec_fn=first,
     )
     os.close(end)
-    seen = b""
+    seen = bytearray()
 
     def wait_for(pattern: bytes) -> None:
-        nonlocal seen
-        deadline = time.monotonic() + 240
         while not (found := re.search(pattern, seen, re.DOTALL)):
-            assert time.monotonic() < deadline and select.select([main_end], [], [], 60)[0], seen[-2000:]
-            seen += os.read(main_end, 65536)
-        seen = seen[found.end() :]
+            assert select.select([main_end], [], [], 60)[0], seen[-2000:]
+            seen.extend(os.read(main_end, 65536))
+        del seen[: found.end()]
 
     try:
-        wait_for(rb"prompt> ")
-        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # the keys left, left, backspace, and the right letter
-        wait_for(rb"\nOnce.")
-        os.write(main_end, b"\x03")
-        wait_for(rb"prompt> ")
-        os.write(main_end, b"\x1b[A\r")
-        wait_for(rb"\nOnce.")
-        os.write(main_end, b"\x03")
-        wait_for(rb"prompt> ")
+        for pattern, keys in (
+            (rb"prompt> ", b"Obce\x1b[D\x1b[D\x7fn\r"),  # the keys left, left, backspace, and the right letter
+            (rb"\nOnce.", b"\x03"),
+            (rb"prompt> ", b"\x1b[A\r"),
+            (rb"\nOnce.", b"\x03"),
+            (rb"prompt> ", b""),
+        ):
+            wait_for(pattern)
+            os.write(main_end, keys)
         code = None
         for _ in range(3):  # Python's readline may miss one while it draws the prompt.
             time.sleep(0.3)

@@ -3,6 +3,7 @@ leave a running batch, and the text of each is that of a batch of one."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -10,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +23,6 @@ from data_utils import build_tokenizer
 from megatron.gpt2.checkpoint.sharded_state import parameter_states, sharded_state_dict
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.huggingface import write_huggingface
-from megatron.gpt2.generate import model_runner
 from megatron.gpt2.generate.generation import (
     ContinuousBatch,
     GenerationRequest,
@@ -30,8 +31,7 @@ from megatron.gpt2.generate.generation import (
 )
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.generate.model_runner import new_command_group
-from megatron.gpt2.generate.sampling import SamplingParams
-from megatron.gpt2.generate.scoring import Window, score_windows
+from megatron.gpt2.generate.sampling import Sampler, SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import write
@@ -73,30 +73,20 @@ def continued(
     return [c.ids for c in made]
 
 
+@pytest.mark.usefixtures("model")  # The fixture initializes the groups.
 def test_greedy_equals_transformers(tmp_path: Path) -> None:
     """Generate 100 tokens for each of 20 prompts of different lengths in one batch."""
-    from transformers import GPT2LMHeadModel
-
-    config = dataclasses.replace(CONFIG, max_position_embeddings=160)
-    mpu.initialize_model_parallel(1)
-    try:
-        ours = endless(GPT2Model(config))  # so that each text has 100 tokens
-        theirs = hugging_face(ours, tmp_path)
-        assert isinstance(theirs, GPT2LMHeadModel)
-        draw = np.random.default_rng(0)
-        prompts = [bytes(draw.integers(256, size=size).tolist()) for size in (*range(1, 17), 25, 32, 41, 55)]
-        mine = [
-            GenerationRequest(list(prompt), SamplingParams(temperature=0, max_new_tokens=100)) for prompt in prompts
-        ]
-        generate(ours, TOKENIZER, mine)
-    finally:
-        mpu.destroy_model_parallel()
+    ours = endless(GPT2Model(dataclasses.replace(CONFIG, max_position_embeddings=160)))
+    theirs = hugging_face(ours, tmp_path)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(256, size=size) for size in (*range(1, 17), 25, 32, 41, 55)]
+    mine = [GenerationRequest(prompt, SamplingParams(temperature=0, max_new_tokens=100)) for prompt in prompts]
+    generate(ours, TOKENIZER, mine)
     width = max(map(len, prompts))
-    padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    padded = torch.tensor(np.stack([np.pad(prompt + 1, (width - len(prompt), 0)) for prompt in prompts]))
     made = theirs.generate(
-        padded,
-        attention_mask=mask,
+        (padded - 1).clamp(min=0),
+        attention_mask=(padded > 0).long(),
         max_new_tokens=100,
         do_sample=False,
         eos_token_id=TOKENIZER.eod,
@@ -125,51 +115,20 @@ def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], l
     ]
 
 
-def test_prompt_scores_equal_text_scores(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "ROWS", 7)  # so that each prompt is scored in several parts
-    found = prompt_scores(model)
-    assert [len(nats) for nats, _ in found] == [15, 0, 0, 31, 2], "of a prompt that is too long, its end"
-    for (nats, likeliest), (prompt, alternatives) in zip(found, SCORED, strict=True):
-        ids = np.array(list(prompt[-32:]), dtype=np.int32)
-        windows = [Window(ids[:end], 1) for end in range(2, len(ids) + 1)]
-        expected = score_windows(model, windows, batch_size=3)
-        assert nats == pytest.approx(expected.nats.tolist(), abs=1e-5)
-        assert all(len(others) == alternatives for others in likeliest)
-        if alternatives:
-            assert [
-                others[0][0] == token for others, token in zip(likeliest, ids[1:], strict=True)
-            ] == expected.greedy.tolist()
-            assert all(others[0][1] > others[-1][1] for others in likeliest) or alternatives == 1
-
-
-class Failing(list[int]):
-    """The ids of a text, which raise an error at the third token, between two forward passes."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def append(self, token: int) -> None:
-        if len(self) == 2:
-            raise self.error
-        super().append(token)
-
-
 def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """Return the errors on this rank when the driver fails or is interrupted."""
+    """Return the errors on this rank when the driver fails between forward passes, or is interrupted in one."""
     mpu.initialize_model_parallel(world_size)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore SIGINT.
-    model = GPT2Model(CONFIG)
-    ends: list[tuple[str, str]] = []
-    for ids in (Failing(ZeroDivisionError("divided")), Failing(FileNotFoundError("gone")), list[int]()):
-        c = GenerationRequest([65], SamplingParams(temperature=0, max_new_tokens=30))
-        c.ids = ids
-        if len(ends) == 2 and rank == 0:  # The interrupt happens during a forward pass.
+    model, ends = GPT2Model(CONFIG), list[tuple[str, str]]()
+    for error in (ZeroDivisionError("divided"), FileNotFoundError("gone"), None):
+        if error is None and rank == 0:
             model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
-        try:
+        c = GenerationRequest([65], SamplingParams(temperature=0, max_new_tokens=30))
+        with pytest.raises(BaseException) as raised, pytest.MonkeyPatch.context() as patch:
+            if error is not None:
+                patch.setattr(Sampler, "draw", mock.Mock(side_effect=[(65, 0.5), (65, 0.5), error]))
             generate(model, TOKENIZER, [c])
-        except (Exception, KeyboardInterrupt) as error:
-            ends.append((type(error).__name__, str(error)))
+        ends.append((raised.type.__name__, str(raised.value)))
     mpu.destroy_model_parallel()
     return ends
 
@@ -213,35 +172,30 @@ def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
     """Run two streams with pauses; the first one is closed early. Return the finishes, and the processor time that a
     waiting rank used."""
     mpu.initialize_model_parallel(world_size)
-    generator = Generator(GPT2Model(CONFIG), TOKENIZER, group=new_command_group())
+    generator, finishes = Generator(GPT2Model(CONFIG), TOKENIZER, group=new_command_group()), list[str]()
     dist.barrier()
     began = time.process_time()
     if not generator.is_driver:
         generator.execute_commands()
         return [], time.process_time() - began
-    finishes = []
     with generator.driving():
-        for wanted in (3, 1000):
+        for cancels in (False, True):
             time.sleep(1.0)
-            made = [
-                GenerationRequest([65], SamplingParams(max_new_tokens=30, temperature=0)),
-                GenerationRequest([66], SamplingParams(top_k=1)),
-            ]
-            stream = generator.stream(made)
-            for number, _ in enumerate(stream):
-                if number == wanted:
-                    break
-                if number == 10:
-                    made[1].cancel()
-            stream.close()  # type: ignore[attr-defined]
+            made = [GenerationRequest([65 + i], SamplingParams(max_new_tokens=30, top_k=1)) for i in range(2)]
+            with contextlib.closing(generator.stream(made)) as stream:  # type: ignore[type-var]
+                for number, _ in enumerate(stream):
+                    if number == 3 and not cancels:
+                        break
+                    if number == 10:
+                        made[1].cancel()
             finishes += [c.finish for c in made]
     return finishes, 0.0
 
 
 def test_streams_can_be_closed_and_waiting_ranks_sleep() -> None:
-    first, second = run_ranks(waiting_ranks, 2)
-    assert first[0][:2] == ["", ""] and first[0][3] == "cancelled"
-    assert second[1] < 1.0, "2 seconds of waiting"
+    (finishes, _), (_, seconds) = run_ranks(waiting_ranks, 2)
+    assert finishes[:2] == ["", ""] and finishes[3] == "cancelled"
+    assert seconds < 1.0, "2 seconds of waiting"
 
 
 def end_at_once(model: GPT2Model) -> GPT2Model:
@@ -263,15 +217,18 @@ def test_the_end_of_a_document(model: GPT2Model) -> None:
 def test_notices_of_the_context(model: GPT2Model) -> None:
     said: list[str] = []
     generator = Generator(model, TOKENIZER, log=said.append)
-    list(generator.stream([GenerationRequest([65] * 31, SamplingParams(max_new_tokens=2, top_k=1))]))
+
+    def continued_ids(prompt: range, length: int) -> list[int]:
+        c = GenerationRequest([*prompt], SamplingParams(max_new_tokens=length, top_k=1))
+        list(generator.stream([c]))
+        return c.ids
+
+    continued_ids(range(31), 2)
     assert said == []
-    c = GenerationRequest(list(range(200)), SamplingParams(max_new_tokens=40, top_k=1))
-    list(generator.stream([c]))
-    assert [line.split(":")[0] for line in said] == ["notice"] * 2
+    ids = continued_ids(range(200), 40)
+    assert len(said) == 2 and all(line.startswith("notice: ") for line in said)
     assert "200 tokens the last 32" in said[0] and "last 16" in said[1]
-    other = GenerationRequest(list(range(168, 200)), SamplingParams(max_new_tokens=40, top_k=1))
-    list(generator.stream([other]))
-    assert other.ids == c.ids
+    assert continued_ids(range(168, 200), 40) == ids
 
 
 def hugging_face(model: GPT2Model, folder: Path) -> Any:
@@ -385,19 +342,14 @@ def served(batch: ContinuousBatch, arriving: list[tuple[int, GenerationRequest]]
     return ids
 
 
-def alone(model: GPT2Model, count: int) -> list[list[int]]:
-    made = [c for _, c in requests(count)]
-    for c in made:
-        generate(model, TOKENIZER, [c])
-    return [c.ids for c in made]
-
-
 def test_each_text_equals_that_of_a_single_request(model: GPT2Model) -> None:
-    endless(model)
-    watched = CountingGenerator(Generator(model, TOKENIZER))
+    watched = CountingGenerator(Generator(endless(model), TOKENIZER))
     with watched.generator.batch(ROWS) as batch:
         found = served(batch, requests(60))
-    assert found == alone(model, 60) and {len(ids) for ids in found} >= {0, 1, 2, 10, 30, 60}
+    for (_, c), ids in zip(requests(60), found, strict=True):
+        generate(model, TOKENIZER, [c])
+        assert c.ids == ids
+    assert {len(ids) for ids in found} >= {0, 1, 2, 10, 30, 60}
     assert watched.steps < 0.5 * sum(map(len, found)), "they ran concurrently"
     assert all(tokens <= CONFIG.max_position_embeddings for _, tokens in watched.reads)
     steps = [step for step, _ in watched.reads if step < watched.steps]

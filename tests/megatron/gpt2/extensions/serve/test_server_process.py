@@ -199,9 +199,7 @@ def test_ctrl_c_ends_one_rank(saved: Path, capsys: pytest.CaptureFixture[str]) -
     {
         "--port 70000": "70000",
         "--host nowhere.invalid": "--host nowhere.invalid",
-        "--max-tokens 0": "--max-tokens",
         "--max-texts 3": "--batch-size",
-        "--prot 1": "--prot",
         "--load /nowhere": "/nowhere",
     }.items(),
 )

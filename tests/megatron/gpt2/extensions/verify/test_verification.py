@@ -1,8 +1,9 @@
-"""tools/verify.py accepts correct layouts and names each planted fault. The file also tests its differences, table,
-page and errors."""
+"""tools/verify.py accepts correct layouts and names each planted fault. The file also tests the printed difference, the
+table, the page and errors of tools/verify.py."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -83,43 +84,37 @@ def run_cases(rank: int, world_size: int, folder: Path, names: Sequence[str]) ->
     return {name: run_case(rank, world_size, folder, *CASES[name]) for name in names}
 
 
-class Comparisons:
-    """Maps a name to the comparison with one rank's trace, and the metadata of its run. One start of two ranks runs
-    all cases of COVERING or of WIDE, when the first of them is needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        write_text(folder)
-        report = run_case(0, 1, folder, "--micro-batch-size 4", records=True)
-        write_index(folder / "trace", report.metadata, [report.findings])
-        self._ranks: dict[Sequence[str], list[dict[str, RankReport]]] = {}
-
-    def __getitem__(self, name: str) -> tuple[Comparison, dict[str, Any]]:
-        group = COVERING if name in COVERING else WIDE
-        if group not in self._ranks:
-            self._ranks[group] = run_ranks(run_cases, 2, self._folder, group)
-        reports = [of_rank[name] for of_rank in self._ranks[group]]
-        return Comparison([report.findings for report in reports], TensorTrace(self._folder / "trace")), reports[
-            0
-        ].metadata
+Compare = Callable[[str], tuple[Comparison, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def comparisons(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
-    return Comparisons(tmp_path_factory.mktemp("verification"))
+def compare(tmp_path_factory: pytest.TempPathFactory) -> Compare:
+    """Return a function that compares a case with one rank's trace. It returns the comparison, and the metadata of the
+    case's run. One start of two ranks runs all cases of COVERING or of WIDE."""
+    folder = tmp_path_factory.mktemp("verification")
+    write_text(folder)
+    report = run_case(0, 1, folder, "--micro-batch-size 4", records=True)
+    write_index(folder / "trace", report.metadata, [report.findings])
+    run = functools.cache(functools.partial(run_ranks, run_cases, 2, folder))
+
+    def compare(name: str) -> tuple[Comparison, dict[str, Any]]:
+        reports = [of_rank[name] for of_rank in run(COVERING if name in COVERING else WIDE)]
+        return Comparison([one.findings for one in reports], TensorTrace(folder / "trace")), reports[0].metadata
+
+    return compare
 
 
 @pytest.mark.parametrize("name", mark_wide(CLEAN))
-def test_a_correct_layout_is_accepted(comparisons: Comparisons, name: str) -> None:
-    comparison, _ = comparisons[name]
+def test_a_correct_layout_is_accepted(compare: Compare, name: str) -> None:
+    comparison, _ = compare(name)
     assert comparison.verdict == "within rounding"
     assert len(comparison.tensors) > 300 and comparison.total.count > 100_000
     assert 0 < comparison.bound_fraction < 0.5
 
 
 @pytest.mark.parametrize("name", mark_wide(FAULTS))
-def test_a_planted_fault_is_named(comparisons: Comparisons, name: str) -> None:
-    (comparison, run_metadata), fault = comparisons[name], FAULTS[name]
+def test_a_planted_fault_is_named(compare: Compare, name: str) -> None:
+    (comparison, run_metadata), fault = compare(name), FAULTS[name]
     entry, found = comparison.mismatches[0]
     assert (entry.key.step, entry.key.name) == (fault.step, fault.tensor)
     assert fault.operation in producing_operation(entry.key, run_metadata)
@@ -145,21 +140,16 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
     against = ["--against", str(trace), "--layout", "", "--layout", other, "--html", str(page)]
     assert main([*against, *command]) == 1
     said = capfd.readouterr().out
-    (table,) = re.findall(r"^ranks .*\n(?:.+\n)+", said, re.MULTILINE)
-    head, same, split = table.splitlines()
-    assert re.match(r" +1  equal to the bit +100.0% +0 +0 +0 +0  \(no flags\)$", same)
-    assert re.match(rf" +2  DIFFERS .*  {other}$", split)
-    assert head.index("layout") == same.index("(no") == split.index(SPLIT), "the columns line up"
     assert re.search(
-        rf"\n{other}: the first difference is in step 1, embeddings \(activation\), on ranks 0-1\n"
+        r"\nranks .*\n +1  equal to the bit +100.0% +0 +0 +0 +0  \(no flags\)\n"
+        rf" +2  DIFFERS .*  {other}\n(?s:.*)\n{other}: the first difference is in step 1, embeddings "
+        r"\(activation\), on ranks 0-1\n"
         r"    by [\d.e+]+ units of roundoff \(rounding explains \d+\): at sample \d, position \d+, "
         r"channel \d+ it is \S+ instead of \S+\n    made by the reduce-scatter of the word embeddings, .* or dropout, "
         r"forward\n    \d+ of \d+ tensors differ by more than rounding; those before this one do not\n",
         said,
     )
-    html = page.read_text()
-    assert html.count("equal to the bit") == 2 and html.count('"alarm">DIFFERS<') == 1
-    assert "http" not in html.replace("http-equiv", "")
+    assert page.read_text().count('"alarm">DIFFERS<') == 1
     with pytest.raises(SystemExit, match="2"):
         main(["--against", str(trace), "--layout", "", *command, "--hidden-size", "64"])
     refused = "error: the trace is of a different run: --hidden-size is 32 in the trace and 64 here"
@@ -181,12 +171,10 @@ def test_muon_is_the_same_in_each_layout(command: list[str], capfd: pytest.Captu
         "": "give at least two layouts to compare",
         "--layout '--num-attention-heads 3 --model-parallel-size 2'": "--num-attention-heads 3",
         "--layout '--global-batch-size 8'": "its --global-batch-size is 8, and that of the first layout 2",
-        "--layout '--data-parallel-size 2'": "--global-batch-size 2 is not divisible by --micro-batch-size 2 × 2",
         "--layout '--nproc-per-node 3 --model-parallel-size 2'": "--nproc-per-node 3 is not divisible by the model-",
         "--layout --no-such-flag": "unknown flag --no-such-flag",
         "--against nowhere": "nowhere holds no trace: --save-trace writes one",
         "--against nowhere --save-trace there": "not allowed with argument --against",
-        "--layout '' --steps 0": "--steps: must be at least 1, not 0",
     }.items(),
 )
 def test_bad_input_is_one_line(command: list[str], flags: str, message: str):
