@@ -5,8 +5,8 @@
     python benchmarks/generation.py --smoke --output DIR   # a quick check with a tiny model
     ONEDNN_MAX_CPU_ISA=AVX512_CORE python benchmarks/generation.py --precision bf16    # without bf16 instructions
 
-Both programs run in turn (A B B A). They generate 64 tokens after prompts of 64, greedily, at batch 1 and 8, in bf16
-and fp32. Then the time of a token is measured at an early and a late position in the context.
+Both programs run in turn (A B B A). Both programs generate 64 tokens after prompts of 64 tokens, greedily, at batch 1
+and 8, in bf16 and fp32. Then the time of a token is measured at an early and a late position in the context.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def time_by_position(model: GPT2Model, early: int, late: int, rounds: int) -> di
 
     def median(place: int) -> float:
         prompts = torch.randint(model.vocab_size, (1, place - 8))
-        ends = generate_ours(model, prompts, 16)[1][1:]  # The first time is that of the prompt, and is left out.
+        ends = generate_ours(model, prompts, 16)[1][1:]  # The first time includes the reading of the prompt.
         return statistics.median(1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False))
 
     times = harness.alternate({str(place): partial(median, place) for place in (early, late)}, 2 * rounds)

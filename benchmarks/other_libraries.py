@@ -62,10 +62,10 @@ def skip_initialization() -> Iterator[None]:
 def build_peer(
     kind: str, config: ModelConfig, ours: GPT2Model, *, nanogpt: str, padded: bool = True
 ) -> tuple[nn.Module, LossOf, int]:
-    """Build a peer's model with the weights of `ours`. Return it, its loss over tokens and labels [b, s], and its
-    vocabulary size.
+    """Build a peer's model with the weights of `ours`. Return the model, the function that computes its loss from
+    tokens and labels [b, s], and its vocabulary size.
 
-    padded: whether to use nanoGPT's padded vocabulary; its extra rows, zero at first, are in its softmax.
+    padded: True for nanoGPT's padded vocabulary. The extra rows, zero at first, are in the softmax.
     """
     with skip_initialization():
         model, loss_of, vocab = (
@@ -78,7 +78,7 @@ def build_peer(
 def build_huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, LossOf, int]:
     """Build transformers' GPT-2 with the true vocabulary, scaled_dot_product_attention, and no cache.
 
-    more: further settings of its configuration.
+    more: further settings of transformers' configuration.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -164,7 +164,8 @@ def compare_with_peer(config: ModelConfig, device: str, kind: str, *, nanogpt: s
     ours = GPT2Model(config).train()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            # The weights are large, so that loss and gradients depend on every layer. In layer norms their mean is 1.
+            # The weights are large, so that loss and gradients depend on every layer. The weights of layer norms have
+            # the mean 1.
             parameter.normal_(1.0 if name.endswith("layernorm.weight") else 0.0, 0.1, generator=generator)
             if name == "word_embeddings.weight":
                 parameter[config.vocab_size :].zero_()

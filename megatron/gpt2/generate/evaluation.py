@@ -6,7 +6,7 @@
     TEXT               perplexity and bits per byte of plain text or JSON lines, for each document separately
 
 Every rank calls `read_task` and `evaluate_task` with the same arguments. Tokens are scored as in Megatron's evaluation,
-so that the results can be compared with published ones.
+so that the results can be compared with published results.
 """
 
 import math
@@ -216,12 +216,12 @@ def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, 
 
 
 def plausibility_warning(task: EvaluationTask, metrics: Metrics, vocab_size: int) -> str | None:
-    """Return a warning if the tokenizer may be wrong or the model may be untrained, otherwise None. Most texts of
-    HELLASWAG are wrong on purpose, so it has none.
+    """Return a warning if the tokenizer may be wrong or the model may be untrained, otherwise None. HELLASWAG has no
+    warning, because most of its texts are wrong on purpose.
 
-    Two baselines need no training, and a trained model must be better than both. The first predicts each target from
-    the counts of the targets before it, and all v counts begin at 1: this costs ln[(n + v - 1)! / (v - 1)!] - Σ
-    ln(count!) nats for n targets. The second gives all v ids the same probability.
+    Two baselines need no training, and a trained model must be better than both. The first baseline predicts each
+    target from the counts of the targets before it, and all v counts begin at 1: this costs ln[(n + v - 1)! / (v - 1)!]
+    - Σ ln(count!) nats for n targets. The second baseline gives all v ids the same probability.
     """
     n, counts = len(task.targets), np.bincount(task.targets).tolist()
     counting = math.lgamma(n + vocab_size) - math.lgamma(vocab_size) - sum(math.lgamma(count + 1) for count in counts)

@@ -32,7 +32,7 @@ from mpu.partition import TensorSlice
 
 FORMAT = 3
 INDEX = "trace.json"
-SECOND_MOMENT = "exp_avg_sq of "  # before the name of a parameter
+SECOND_MOMENT = "exp_avg_sq of "  # the beginning of the name of a parameter's second moment
 # The kinds of tensors have the order in which a step computes them.
 KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scalar", "moment", "parameter")
 
@@ -41,7 +41,7 @@ class TensorKey(NamedTuple):
     """Identifies a tensor of a run.
 
     step: the number of the step, from 1 on, or 0 before the first step.
-    position: its index within its kind.
+    position: the index among the tensors of the same kind.
     """
 
     step: int
