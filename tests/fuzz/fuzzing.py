@@ -57,15 +57,16 @@ class Input:
         self.target, self.folder = target, folder
         folder.mkdir(parents=True, exist_ok=True)
         target.make(folder)
-        files = {
-            pattern: [path for path in folder.glob(pattern) if path.is_file()] for pattern in ("**/*", target.files)
-        }
-        self.valid: Files = {str(path.relative_to(folder)): path.read_bytes() for path in files["**/*"]}
-        self.changeable = sorted(str(path.relative_to(folder)) for path in files[target.files])
+        self.valid: Files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        names = (str(path.relative_to(folder)) for path in folder.glob(target.files))
+        self.changeable = sorted(name for name in names if name in self.valid)
         assert self.changeable, f"{target.name}: no file is of the form {target.files}"
         # Check that the reader accepts the valid input. This first read also imports modules and fills caches, whose
-        # memory must not count later.
+        # memory must not count later. The second read measures the usual processor time.
         target.read(folder)
+        start = time.process_time()
+        target.read(folder)
+        self._usual = time.process_time() - start
 
     def changed(self, seed: int) -> Files:
         """Return the changed files of input number `seed`."""
@@ -80,24 +81,15 @@ class Input:
             self.target.repair(files)
         return {name: data for name, data in files.items() if data != self.valid[name]}
 
-    def valid_seconds(self) -> float:
-        """Return the processor time that reading the valid input takes."""
-        start = time.process_time()
-        self.target.read(self.folder)
-        return time.process_time() - start
-
-    def attempt(self, changed: Files, usual: float = 0.0) -> tuple[str, str]:
-        """Read the input with the changed files, and return the result of the function `attempt`.
-
-        usual: seconds of processor time to allow in addition to MAX_SECONDS.
-        """
+    def attempt(self, changed: Files) -> tuple[str, str]:
+        """Read the input with the changed files, and return the result of the function `attempt`. A read may take
+        MAX_SECONDS longer than that of the valid input."""
         for name, data in changed.items():
             (self.folder / name).write_bytes(data)
         place, size = str(self.folder) if self.target.named else "", sum(map(len, (self.valid | changed).values()))
         try:
-            return attempt(
-                lambda: self.target.read(self.folder), size, place, self.target.refusals, MAX_SECONDS + usual
-            )
+            read, most = lambda: self.target.read(self.folder), MAX_SECONDS + self._usual
+            return attempt(read, size, place, self.target.refusals, most)
         finally:
             for path in self.folder.rglob("*"):
                 if path.is_file() and str(path.relative_to(self.folder)) not in self.valid:
@@ -117,8 +109,15 @@ def attempt(
     its details).
 
     place: a text that an error must contain, unless it names a flag.
-    most: seconds of processor time.
+    most: seconds of processor time. A slow read is tried again, because of garbage collections and busy machines.
     """
+    found = (_attempt(read, size, place, refusals, most) for _ in range(3))
+    return next((outcome for outcome in found if outcome[0] != "slow"), ("slow", f"more than {most:.1f} s"))
+
+
+def _attempt(
+    read: Callable[[], object], size: int, place: str, refusals: tuple[type[Exception], ...], most: float
+) -> tuple[str, str]:
     outcome, line = "accepted", ""
     before, start = resident(), time.process_time()
     try:
@@ -136,16 +135,15 @@ def attempt(
         return f"exception: {origin(error)}", repr(str(error)[:200])
     seconds, memory = time.process_time() - start, peak() - before
     if seconds > most:
-        return "slow", f"{seconds:.1f} s of processor time"
+        return "slow", ""
     if memory > MEMORY_FACTOR * size + EXTRA_MEMORY:
         return "memory", f"{memory / 2**20:.0f} MiB for {size:,} bytes"
     return outcome, line
 
 
 def refusal(read: Callable[[], object], size: int, place: str) -> str:
-    """Return the line with which `read` refuses an input of `size` bytes. A slow read is tried again, because the
-    machine may be busy."""
-    outcome, line = next(found for _ in range(3) if (found := attempt(read, size, place))[0] != "slow")
+    """Return the line with which `read` refuses an input of `size` bytes."""
+    outcome, line = attempt(read, size, place)
     assert outcome == "refused", (outcome, line)
     return line
 

@@ -305,12 +305,9 @@ def preprocessed(folder: Path) -> None:
 
 def update_pair_checksum(files: Files) -> None:
     """Update the hash in a pair's manifest."""
-    name = next(name for name in files if name.endswith("document.json"))
-    text = files[name].decode("utf-8", "surrogateescape")
-    body, seal, _ = text.rpartition(CHECKSUM_ENTRY)
-    body = body if seal else text
-    data = body.encode("utf-8", "surrogateescape")
-    files[name] = data + CHECKSUM_ENTRY.encode() + hashlib.sha256(data).hexdigest().encode() + b'"\n}\n'
+    name, key = next(name for name in files if name.endswith("document.json")), CHECKSUM_ENTRY.encode()
+    body = files[name].rpartition(key)[0] or files[name]
+    files[name] = body + key + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def inspect(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Published bugs of parallel training, each as a small change of this program, and as many harmless changes.
 
-A change is a function of a patch, which undoes it. The ranks that have it call it before they build their run.
+A change is a function that gets a pytest.MonkeyPatch, which undoes the change. The ranks with the change call this
+function before they build their run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Plant = Callable[[Patch], object]
 DATA_PARALLEL = "--micro-batch-size 2"
 RECOMPUTED = DATA_PARALLEL + " --recompute-granularity full"
 MICRO_BATCHES = "--micro-batch-size 1 --pipeline-model-parallel-size 2"
-EOD_MASK = "--eod-mask-loss"  # This flag changes the training.
+EOD_MASK = "--eod-mask-loss"  # Runs with this flag are compared with a separate trace.
 LAST = "gradient of transformer.final_layernorm.bias"
 
 
@@ -133,13 +134,13 @@ def incomplete_all_reduce(original: Any, x: Tensor, *args: Any, **options: Any) 
 
 
 def verified(name: str, source: str) -> Change:
-    """Return a fault of the tests of `verify`."""
+    """Return the change that plants a fault of the tests of `verify`."""
     fault = faults.FAULTS[name]
     return Change(in_trainer(fault.plant), fault.flags, source, fault.tensor)
 
 
 def ordered(name: str, source: str) -> Change:
-    """Return a fault of the tests of the proof of order."""
+    """Return the change that plants a fault of the tests of `prove_order`."""
     fault = order.FAULTS[name]
     line = order.line_numbers(fault.file, fault.line)[0]
     return Change(

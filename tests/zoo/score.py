@@ -1,6 +1,6 @@
 """Score the tools on the zoo, and print the table: python -m tests.zoo.score
 
-The proof of order runs in this process. `verify` and `preflight` run on two ranks, if the ranks would not wait forever.
+The proof of order runs in this process. If it finds nothing, `verify` and `preflight` run on two ranks.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from typing import NamedTuple
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.preflight.command import run_checks
-from megatron.gpt2.extensions.verify.command import RankReport, RankTask, capture_steps
+from megatron.gpt2.extensions.verify.command import RankReport
 from megatron.gpt2.extensions.verify.compare import Comparison
 from megatron.gpt2.extensions.verify.report import LayoutResult, LayoutSpec, explain_mismatch
 from megatron.gpt2.extensions.verify.trace import TensorTrace, write_index
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.extensions.order.test_order import story_of
-from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
+from tests.megatron.gpt2.extensions.verify.test_verification import TINY, run_case
+from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 from tests.zoo.bugs import BUGS, EOD_MASK, HARMLESS, Change, Patch
 
 CHANGES = BUGS | HARMLESS
-SETTING = (
-    "--hidden-size 32 --seq-length 16 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1 "
-    "--lr-decay-style linear --lr-decay-iters 20"
-)
-STEPS = 2
 
 
 class Score(NamedTuple):
-    """The output of a tool about a change, empty if it finds nothing, and the seconds that it takes."""
+    """The output of a tool about a change, empty if the tool finds nothing, and the seconds that the tool takes."""
 
     tool: str
     finding: str
@@ -41,20 +37,12 @@ class Score(NamedTuple):
 
 
 def run_flags(folder: Path, flags: str) -> str:
-    return f"{SETTING} {flags} --train-data {folder}/text.jsonl --save {folder}/run"
+    return f"{TINY} {flags} --lr-decay-style linear --lr-decay-iters 20 --train-data {folder}/text.jsonl"
 
 
-def trace_of(folder: Path, flags: str) -> Path:
-    """Return the folder of the trace with which a run with these flags is compared."""
-    return folder / ("trace_eod" if EOD_MASK in flags else "trace")
-
-
-def capture(rank: int, world_size: int, folder: Path, flags: str, *, records: bool = False) -> RankReport:
-    trainer = start(rank, world_size, folder, run_flags(folder, flags))
-    try:
-        return capture_steps(trainer, RankTask(trace_of(folder, flags), folder, STEPS, records))
-    finally:
-        finish(trainer)
+def trace_of(flags: str) -> str:
+    """Return the name of the trace with which a run with these flags is compared."""
+    return "trace_eod" if EOD_MASK in flags else "trace"
 
 
 def check_ranks(
@@ -68,12 +56,11 @@ def check_ranks(
             if rank in change.ranks:
                 change.plant(patch)
             begin = time.perf_counter()
-            arguments = parse(
-                [*SMALL, "--data-cache-path", f"{folder}/cache", *run_flags(folder, change.flags).split()]
-            )
+            words = f"--data-cache-path {folder}/cache --save {folder}/run {run_flags(folder, change.flags)}"
+            arguments = parse([*SMALL, *words.split()])
             rows = run_checks(arguments, RankInfo(rank, world_size, rank, world_size))
             middle = time.perf_counter()
-            report = capture(rank, world_size, folder, change.flags)
+            report = run_case(rank, world_size, folder, run_flags(folder, change.flags), trace=trace_of(change.flags))
         text = "\n".join(f"{row.name}: {row.text}" for row in rows if row.mark == "FIX")
         found[name] = Score("preflight", text, middle - begin), report, time.perf_counter() - middle
     return found
@@ -93,13 +80,14 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
     texts = (" ".join(words[first : first + first // 40 % 40 + 1]) for first in range(0, len(words), 40))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for mask in ("", EOD_MASK):
-        report = capture(0, 1, folder, f"--micro-batch-size 4 {mask}", records=True)
-        write_index(trace_of(folder, mask), report.metadata, [report.findings])
+        flags = run_flags(folder, f"--micro-batch-size 4 {mask}")
+        report = run_case(0, 1, folder, flags, records=True, trace=trace_of(mask))
+        write_index(folder / trace_of(mask), report.metadata, [report.findings])
     ranks = run_ranks(check_ranks, 2, folder, started, timeout=1800) if started else []
     for name in started:
         flags = CHANGES[name].flags
         preflight, report, seconds = ranks[0][name]
-        comparison = Comparison([rank[name][1].findings for rank in ranks], TensorTrace(trace_of(folder, flags)))
+        comparison = Comparison([rank[name][1].findings for rank in ranks], TensorTrace(folder / trace_of(flags)))
         result = LayoutResult(LayoutSpec(flags, (), 2, 4), report.metadata, comparison)
         text = "\n".join(explain_mismatch(result)) if comparison.mismatches else ""
         scores[name] += [Score("verify", text, seconds), preflight]
@@ -107,7 +95,7 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
 
 
 def tools_that_name(name: str, scores: Sequence[Score]) -> list[str]:
-    """Return the tools that print what is wrong. For a harmless change, return those that print anything."""
+    """Return the tools that print what is wrong. For a harmless change, return the tools that print anything."""
     named = CHANGES[name].named
     return [
         tool for tool, text, _ in scores if text and (f", {named} (" if named and tool == "verify" else named) in text

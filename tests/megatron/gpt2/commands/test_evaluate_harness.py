@@ -64,8 +64,7 @@ def write_task(path: Path, docs: Path, task: dict[str, Any]) -> None:
 
 @functools.cache  # A model name can be registered only once.
 def program() -> dict[str, Any]:
-    """Return the names in the tool. Its TaskManager has only our tasks, because reading all 14,000 files takes
-    seconds."""
+    """Return the names in the tool. TaskManager has only our tasks, because reading all 14,000 files takes seconds."""
     names = vars(tool("evaluate_harness"))
     names["TaskManager"] = functools.partial(names["TaskManager"], include_defaults=False)
     return names

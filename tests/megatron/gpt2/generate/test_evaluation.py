@@ -20,7 +20,7 @@ from megatron.gpt2.generate.load_model import load_for_inference
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
 from tests.fork_server import WarmPython
-from tests.megatron.gpt2.generate.word_model import ITERATIONS, LENGTH, SHAPE, word_model
+from tests.megatron.gpt2.generate.word_model import LENGTH, SHAPE, word_model
 
 main = tool("evaluate_gpt2").main
 PROSE = (ROOT / "LICENSE").read_text()
@@ -170,8 +170,6 @@ def test_program(
     assert only["metrics"] == pytest.approx(alone[0], rel=1e-5)
     assert f"{only['metrics']['adjusted_perplexity']:,.6f}" in done.stdout
     assert only["sha256"] == hashlib.sha256((folder / "wiki.test.tokens").read_bytes()).hexdigest()
-    manifest = (folder / "save" / f"iter_{ITERATIONS:07d}" / "manifest.json").read_bytes()
-    assert result["manifest_sha256"].encode() in manifest[-80:]
 
     assert main(["--load", str(folder / "save"), "--valid-data", str(folder / "some.jsonl"), "--device", "cpu"]) == 0
     out, error = capsys.readouterr()

@@ -1,5 +1,5 @@
 """Generation with a cache equals generation without it, with transformers, and on several ranks. Continuations join and
-leave a running batch, and the text of each is that of a batch of one."""
+leave a running batch, and the text of each equals that of a batch of one."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequ
 
 
 def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
-    """Run two streams with pauses; the first one is closed early. Return the finishes, and the processor time that a
-    waiting rank used."""
+    """Run two streams with pauses; the first one is closed early. Return how the continuations ended, and the processor
+    time that a waiting rank used."""
     mpu.initialize_model_parallel(world_size)
     generator, finishes = Generator(GPT2Model(CONFIG), TOKENIZER, group=new_command_group()), list[str]()
     dist.barrier()
@@ -304,7 +304,7 @@ class CountingGenerator:
 
 def requests(count: int) -> list[tuple[int, GenerationRequest]]:
     """Return random requests, each with the number of events before its arrival. Some prompts and texts are longer than
-    the context, and some requests want no text."""
+    the context, and some requests ask for no new tokens."""
     dice = random.Random(3)
     found = [
         (

@@ -85,7 +85,8 @@ class RunningServer:
             return response.status, json.loads(response.read())
 
     def wait_until(self, texts: int) -> None:
-        """Wait until this number of texts is running or waiting. 0 shows that abandoned texts were cancelled."""
+        """Wait until this number of texts is running or waiting. The number 0 shows that abandoned texts were
+        cancelled."""
         wait_until(lambda: self.send("GET", "/health")[1]["texts"] == texts)
 
 

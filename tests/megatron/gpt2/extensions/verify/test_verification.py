@@ -47,13 +47,14 @@ def run_case(
     plant: Callable[[Trainer, pytest.MonkeyPatch], None] | None = None,
     *,
     records: bool = False,
+    trace: str = "trace",
 ) -> RankReport:
     """Return a rank's report of a run that is compared with the trace or, with `records`, recorded as the trace."""
     trainer = start(rank, world_size, folder, f"{TINY} {flags} --save {folder}/run")
     with pytest.MonkeyPatch.context() as patch:
         if plant:
             plant(trainer, patch)
-        report = capture_steps(trainer, RankTask(folder / "trace", folder, STEPS, records))
+        report = capture_steps(trainer, RankTask(folder / trace, folder, STEPS, records))
     finish(trainer)
     return report
 
