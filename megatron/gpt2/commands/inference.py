@@ -114,7 +114,7 @@ def score_metadata(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]
     return {
         "checkpoint": str(checkpoint.path),
         "iteration": checkpoint.iteration,
-        "manifest_sha256": checkpoint.manifest_sha256,  # covers every file of the checkpoint
+        "manifest_sha256": checkpoint.manifest_sha256,  # This hash covers every file of the checkpoint.
         "tokenizer": tokenizer.kind,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,

@@ -44,7 +44,7 @@ class GenerationRequest:
         self.prompt_tokens: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
-        # the number in a ContinuousBatch, and the ids that the model has read or will read
+        # `ContinuousBatch.add` sets the number and the context: the ids that the model has read or will read.
         self.number = -1
         self.context: list[int] = []
         self._text = TextStream(sampling.stop)
@@ -90,7 +90,7 @@ class GenerationRequest:
         self.score_prompt = False  # If the context is read again, it is not scored again.
 
 
-Continuation = GenerationRequest  # the name until version 0.3
+Continuation = GenerationRequest  # the old name, until version 0.3
 
 
 class GeneratedToken(NamedTuple):
@@ -267,7 +267,7 @@ class ContinuousBatch:
                     )
                 self._notified = True
                 del c.context[:-half]
-                if not self._generator.recompute:  # The continuation is read again, before all waiting ones.
+                if not self._generator.recompute:  # The continuation is read again before the waiting ones.
                     self._waiting.appendleft(self._rows.pop(row))
             yield event
 

@@ -48,7 +48,7 @@ class SamplingParams:
         return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
 
 
-Sampling = SamplingParams  # the name until version 0.3
+Sampling = SamplingParams  # the old name, until version 0.3
 
 
 class Sampler:

@@ -19,8 +19,8 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 
 
 class Window(NamedTuple):
-    """The ids [n], int32, of a window. The last `num_targets` ids, fewer than n, are scored; the others are the
-    context."""
+    """The ids [n], int32, of a window. The last `num_targets` ids, fewer than n, are scored. The ids before these are
+    the context."""
 
     ids: np.ndarray
     num_targets: int

@@ -2,7 +2,7 @@
 
 When a rank dies, many processes record incidents (`monitor/incidents.py`). A killed rank records nothing, and its
 launcher records the signal. The other ranks lose the connection, fail in a collective, and end, too. This module finds
-the first incident that is not a consequence of a different incident.
+the first incident that no other incident caused.
 """
 
 import re
@@ -168,7 +168,7 @@ def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
 
 
 def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None:
-    """Return the failure if this incident is a first cause, or None if a different incident caused it."""
+    """Return the failure if `incident` is a first cause, or None if another incident caused it."""
     kind, cause = incident["kind"], incident["cause"]
     if kind == "error" and cause != "another rank" or kind == "refused" and incident is found[0]:
         kind = cause if cause in KINDS else "bad input" if incident["exit_code"] == 2 else "an error of the program"
@@ -283,6 +283,7 @@ def lost_ranks(incident: Incident) -> dict[int, float | None]:
 
 
 def at_iteration(found: Sequence[Incident]) -> str:
-    """Return the last recorded iteration in words. Incidents of the start and of launchers may have no iteration."""
+    """Return the last recorded iteration as text, such as " at iteration 9". Incidents of the start and of launchers
+    may have no iteration."""
     known = max((incident["iteration"] for incident in found if incident["kind"] != "start"), default=-1)
     return f" at iteration {known:,}" if known >= 0 else ""

@@ -57,7 +57,7 @@ OPTIMIZER_BYTES = 12  # bytes of a parameter: the master and two moments in fp32
 PRODUCT_COUNT = 4
 INNER_SIZE = 256  # Sums of 256 products of -1, 0 and 1 are exact in every precision.
 COLLECTIVES = ("all_reduce_sum", "all_gather", "reduce_scatter", "broadcast")
-COLLECTIVE_BYTES = 1 << 18  # the bytes of a message, all blocks together
+COLLECTIVE_BYTES = 1 << 18  # the size of a message in bytes, all blocks together
 COLLECTIVE_RUNS = 3
 
 
@@ -206,7 +206,7 @@ def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
         dist.barrier()
         rounds.append(gather_rows(torch.tensor([time.time()], dtype=torch.float64, device=device))[:, 0])
     times = torch.stack(rounds)  # [rounds, ranks]
-    # the seconds by which each clock is ahead of rank 0's clock
+    # For each rank, these are the seconds by which its clock is ahead of rank 0's clock.
     offsets = (times - times[:, :1]).median(0).values
     own = float(offsets[rank_info.rank] - offsets.median())
     way = "ahead of" if own > 0 else "behind"
@@ -312,7 +312,7 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
 
 
 def result_table(rows: Sequence[CheckResult]) -> Iterator[str]:
-    """Yield an aligned line for each check. Below a check that fails, yield how to fix it."""
+    """Yield an aligned line for each check. Below a failed check, yield a line that says how to fix it."""
     width = max(len(row.name) for row in rows)
     for row in rows:
         yield f"  {row.name:<{width}}  {row.mark:<4}  {row.text}"

@@ -107,7 +107,7 @@ def run_server(
 ) -> None:
     """Answer requests until Ctrl-C or SIGTERM.
 
-    This thread handles signals and generates. A second thread handles the connections.
+    This thread handles signals and generates text. A second thread handles the connections.
     """
     batcher, name = Batcher(args.batch_size), Path(args.load).resolve().name
     served = ServedModel(

@@ -42,7 +42,7 @@ class ClientConnection(H11Protocol):
         return self.conn.their_state is h11.IDLE or self.conn.their_state is h11.SEND_BODY
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request. The time limit for the headers ends when they are complete."""
+        """Read a part of a request. The time limit for the headers ends when the headers are complete."""
         self.conn.receive_data(data)
         self.handle_events()
         if self.cycle is not None and not self.cycle.response_complete:

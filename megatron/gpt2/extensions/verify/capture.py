@@ -69,7 +69,8 @@ def first_index(layer: int) -> int:
 class Capture(Hook):
     """Captures the tensors of each step of `trainer`, and calls `take` with each shard while the step runs.
 
-    Of a compiled layer, only the output is captured. Recomputed tensors are captured only once.
+    Only the output of a compiled layer is captured, without the tensors inside the layer. Recomputed tensors are
+    captured only once.
     """
 
     def __init__(self, trainer: Trainer, take: Callable[[TensorShard], None]) -> None:
@@ -170,7 +171,7 @@ class Capture(Hook):
         """Capture x, [s, b, w] or a shard of it, and later the gradient of x if `point` asks for it."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
-        x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # An exact layer returns a tuple.
+        x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # A layer of --exact-layouts returns a tuple.
         cut = 2 if point.split else 1 if self._model.sequence_parallel else None
         self._take_samples("activation", name, index, x.detach().transpose(0, 1), self._first_sample, cut)
         if point.gradient and x.requires_grad:

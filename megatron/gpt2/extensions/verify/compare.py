@@ -228,7 +228,7 @@ class TraceComparer:
         return [(key.step, key.name, vars(found)) for key, found in self._found.items()]
 
     def unit_and_bound(self, entry: TraceEntry) -> tuple[float, float]:
-        """Return the unit roundoff of a tensor, and its bound in units, without `allowed_by_update`."""
+        """Return the unit roundoff of a tensor, and its bound in units, to which `allowed_by_update` is added."""
         step, kind, _, name = entry.key
         if kind == "input":
             return self._roundoff, 0.0

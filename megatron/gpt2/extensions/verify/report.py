@@ -140,7 +140,7 @@ def reference_lines(reference: str, trace: TensorTrace) -> list[str]:
 
 
 def table_rows(results: Sequence[LayoutResult]) -> list[tuple[str, ...]]:
-    """Return a row of the table, with COLUMNS, for each result."""
+    """Return the row of each result in the table. COLUMNS names the columns."""
     found = []
     for layout, _, comparison in results:
         total = comparison.total
