@@ -168,7 +168,7 @@ class Loss:
     name: str
     lose: Callable[[Hosts], object]
     says: str
-    by: int = 0  # the host that names the lost host
+    by: int = 0  # the host whose output names the lost host
     words: str = TWO
     in_save: bool = False
     by_torchrun: bool = False
@@ -293,8 +293,8 @@ def test_a_link_between_two_other_hosts_is_cut(folder: Path) -> None:
 
 @dataclass
 class Partition:
-    """Three hosts train with --elastic until the network between `left` and the others is cut. All still reach the
-    storage, and a supervisor on each side starts its hosts again, with a separate rendezvous.
+    """Three hosts train with --elastic until the network between `left` and the others is cut. All hosts still reach
+    the storage, and a supervisor on each side starts its hosts again, with a separate rendezvous.
 
     locks: whether the storage has file locks. Without locks, host 0 is suspended until the other side has saved.
     left: the hosts of one side; host 0 has rank 0.

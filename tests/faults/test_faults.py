@@ -1,6 +1,6 @@
 """A rank is cut off, is stopped, or has a full disk: the run reports it in one line, and every checkpoint stays
-complete. Runs whose ranks or machines are killed continue automatically with equal bits. A run that cannot continue
-gives the reason."""
+complete. Runs whose ranks or machines are killed restart automatically, and their losses are bit-identical. A run that
+cannot continue gives the reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_a_cut_a_full_disk_and_a_stop(tmp_path: Path) -> None:
     """Each fault of rank 1 before the fourth step ends its run with one line that gives the reason, without a
     traceback, and the checkpoint on disk is complete. The runs are parallel, since they mostly wait.
 
-    cut: All connections of rank 1 are lost. Each side names the other one, unless this launcher stops it first.
+    cut: All connections of rank 1 are lost. Each side names the other one as lost, unless the launcher stops a side
+        before that.
     full: Rank 1 cannot write anything, not even an error. The run continues, and gives the reason at each save.
     stop: A rank that gets SIGSTOP sends no heartbeat and closes no connection.
     """

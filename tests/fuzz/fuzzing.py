@@ -193,7 +193,7 @@ def _data_bytes() -> int:
 
 # --- changes of a file -----------------------------------------------------------------------------------------------
 
-MAX_CHANGES = 4  # A file has at most this number of changes.
+MAX_CHANGES = 4  # A changed file has 1 to MAX_CHANGES changes.
 MAX_REPLACED = 1 << 12  # At most this number of bytes is replaced or inserted at once.
 # a value of JSON, or a small list or object
 VALUE = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')

@@ -21,7 +21,7 @@ INPUTS, MODEL_INPUTS = 40, 8
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Input]:
-    """Return the input of a target, which is made at the first call."""
+    """Return a function that returns the input of a target, and makes it at the first call."""
     return functools.cache(lambda name: Input(TARGETS[name], tmp_path_factory.mktemp("input")))
 
 
@@ -57,7 +57,7 @@ BAD_READERS: dict[str, Callable[[Path, bytes], object]] = {
 
 @pytest.mark.parametrize("name", BAD_READERS)
 def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The readers of a file of ten bytes have a defect that about every fourth seed shows."""
+    """Each reader of a file of ten bytes has a planted defect, which about every fourth changed file reveals."""
 
     def read(folder: Path) -> None:
         data = (folder / "x").read_bytes()

@@ -72,10 +72,7 @@ def test_every_line_of_a_file_is_answered(run: Any, tmp_path: Path) -> None:
         "no newline",
     ]
     assert [entry["line"] for entry in entries if "error" in entry] == [2, 7]
-    assert all(
-        entry["finish"] in ("length", "end") and 0 <= entry["length"] <= 5 for entry in entries if "error" not in entry
-    )
-    assert any(entry.get("text") for entry in entries)
+    assert {(entry["finish"], entry["length"]) for entry in entries if "text" in entry} >= {("length", 5)}
     assert "of a prompt of 100,000 tokens the last 32 are read" in err
     # The text does not depend on the batch size, on other prompts, or on the output file.
     again, flags = tmp_path / "answers.jsonl", "--batch-size 1 --top-p 0.9 --sample-output-file"

