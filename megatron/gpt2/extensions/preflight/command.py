@@ -289,13 +289,12 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
     start, samples, batch = context.resume_metadata, len(context.splits.train), context.batch_schedule.final
     steps = context.train_iters - start.get("iteration", 0)
     used = context.batch_schedule.samples_after_steps(steps, start.get("consumed_samples", 0))
-    length = Finding(f"{plural(samples, 'sample')}, the run uses {used:,}: each {used / max(samples, 1):.2f} times")
-    problem, _, fix = repetition_warning(used / max(samples, 1), context.config.data).partition("; ")
-    length = length._replace(problem=problem, fix=fix, is_warning=True)
+    count, epochs = plural(samples, "sample"), used / max(samples, 1)
+    problem, _, fix = repetition_warning(epochs, context.config.data).partition("; ")
     if samples < batch:
-        problem = f"{plural(samples, 'sample')}, fewer than a batch of {batch:,}"
+        problem = f"{count}, fewer than a batch of {batch:,}"
         fix = "use more text, a smaller --global-batch-size or a shorter --seq-length"
-        length = Finding(problem=problem, fix=fix)
+    length = f"{count}, the run uses {used:,}: each {epochs:.2f} times"
     available, limit = available_memory(context.device, rank_info.local_world_size)
     try:
         total = in_mb(estimate_memory(memory_inputs(context)).total)
@@ -306,7 +305,7 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
     data = context.splits.fingerprint[:12]
     return {
         "data": Finding(f"{data} on every rank", SAME_FILES, must_match={"training data": data}),
-        "length": length,
+        "length": Finding(length, fix, problem, is_warning=samples >= batch),
         "memory": Finding(memory, ways, short),
     }
 
