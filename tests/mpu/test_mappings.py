@@ -36,7 +36,7 @@ def check_mappings(rank: int, world_size: int) -> None:
     mine = torch.arange(6.0).view(2, 3) + 10 * rank
     everyone = [torch.arange(6.0).view(2, 3) + 10 * r for r in range(world_size)]
     whole = torch.arange(2.0 * 4 * world_size).view(2, -1)
-    scale = rank + 1.0  # the scale of the gradient
+    scale = rank + 1.0  # The gradients of the ranks differ by this factor.
     for operation, x, expected, gradient in (
         (mpu.copy_to_model_parallel_region, mine, mine, sum(r + 1.0 for r in range(world_size))),
         (mpu.reduce_from_model_parallel_region, mine, torch.stack(everyone).sum(0), scale),

@@ -22,7 +22,7 @@ def test_vocabulary_padding_does_not_depend_on_the_layout():
         PartitionSpec((12,), 0),
         PartitionSpec((7, 3)),
         PartitionSpec((13, 4), 0, 16),
-        PartitionSpec((3, 2), 0, 16),  # a size at which some ranks have only padding
+        PartitionSpec((3, 2), 0, 16),  # With 4 ranks, three ranks have only padding.
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -37,7 +37,7 @@ def test_split_and_merge_are_inverse(spec: PartitionSpec, world_size: int):
 
 @pytest.mark.parametrize("bad", [-100, -1, 10])
 def test_an_id_outside_the_vocabulary(bad: int):
-    """On a CPU the host raises the error. Otherwise the device does, because the host does not wait for it."""
+    """On a CPU the host raises the error. A GPU raises it on the device, because the host does not wait."""
     ids = torch.tensor([[0, 9], [bad, 5]])
     with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary, 0 to 9; to leave a token out, "):
         check_ids(ids, 10, "target")

@@ -1,4 +1,5 @@
-"""Test the public names of `mpu`: those of 2019, those that were added later, and the old names that still work."""
+"""Test the public names of `mpu`: the names of Megatron's first release, later names, and older names that still
+work."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_public_names_are_those_of_2019_and_of_the_page() -> None:
 
 
 def test_packages_have_markers_for_type_checkers() -> None:
-    """PEP 561 asks for these files. `megatron` is shared with other packages, so its marker is one folder deeper."""
+    """PEP 561 defines the file py.typed. Other packages share the folder `megatron`, so the file is one folder
+    deeper."""
     assert all((ROOT / folder / "py.typed").exists() for folder in ("mpu", "data_utils", "megatron/gpt2"))
 
 

@@ -91,7 +91,7 @@ def test_checkpoint_repeats_both_random_streams():
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
-ELEMENTS = 10_007  # a prime, so that no number of ranks divides it
+ELEMENTS = 10_007  # No number of ranks divides this prime.
 
 
 def block(x: Tensor, mask: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def saved_bytes(rank: int, world_size: int) -> tuple[int, ...]:
 def test_each_rank_saves_only_its_shard(ranks: int):
     part = -(-ELEMENTS // ranks)
     for whole, one_shard, default_shard, on_host in run_ranks(saved_bytes, ranks):
-        # A plain checkpoint saves generator states and one input of float32. Other inputs and masks exist anyway.
+        # A plain checkpoint saves generator states and one input of float32. Its other arguments exist anyway.
         states = whole - 4 * ELEMENTS
         assert 0 <= states < 30_000
         # Two blocks save shards of an input of float32 and of a mask of bool.
@@ -149,7 +149,7 @@ def test_offloading_does_not_change_a_step(recompute: str, monkeypatch: pytest.M
     shape = replace(SHAPE, num_layers=4, hidden_dropout=0.1, attention_dropout=0.1)
 
     def two_passes(host: mpu.ActivationOffload | None) -> list[Tensor]:
-        """Return losses and gradients of two forward passes. Both backward passes run after them, as in a pipeline."""
+        """Return the losses and gradients of two micro-batches. As in a pipeline, both forward passes are first."""
         offloaded_layers = 3 if recompute == "none" else 0
         layer = build_block_config(shape, recompute_granularity=recompute, cpu_offloading_num_layers=offloaded_layers)
         model = GPT2Model(shape, layer, dropout_seed=1)

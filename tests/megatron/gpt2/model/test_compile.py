@@ -1,5 +1,5 @@
-"""torch.compile of the layers: equal losses and gradients, one graph for all layers also with dropout, and the known
-graph breaks."""
+"""Test that compiled layers have the losses and gradients of eager layers, and that all layers share one graph, also
+with dropout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_compiled_equals_eager(world_size: int):
 def test_a_compiled_layer_uses_the_same_kernels(
     dtype: torch.dtype, amx: bool, eods: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    """The layer is not compiled again for other documents."""
+    """Documents with different lengths do not make torch.compile compile the layer again."""
     monkeypatch.setattr("mpu.kernels.cpu_features.HAS_AMX", amx)
     mpu.initialize_model_parallel(1)
     forget()

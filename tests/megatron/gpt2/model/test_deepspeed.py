@@ -1,4 +1,4 @@
-"""DeepSpeed's activation checkpointing instead of mpu's, installed as DeepSpeedExamples does: exact, also with dropout.
+"""Test that gradients stay bit-identical, also with dropout, if DeepSpeed's activation checkpointing replaces mpu's.
 
 `FakeDeepSpeedCheckpointing` handles random states and arguments like deepspeed.checkpointing (DeepSpeed 0.19,
 runtime/activation_checkpointing/checkpointing.py).
@@ -26,8 +26,8 @@ SHAPE_WITH_DROPOUT = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
 
 
 class FakeDeepSpeedCheckpointing:
-    """A reentrant checkpoint: forward without gradients, then again with gradients in backward, from the same states of
-    the default generator and of this object's tracker.
+    """A reentrant checkpoint. Forward runs without gradients. Backward runs forward again with gradients, from the same
+    states of the default generator and of `tracker`.
 
     partition: each model-parallel rank saves only its shard of the argument, in place, and backward gathers the shards.
     A tensor with a true attribute `no_checkpointing` is saved whole.
@@ -91,7 +91,7 @@ def gradients(dtype: torch.dtype, recompute: str, sequence_parallel: bool) -> di
         .train()
     )
     tokens = torch.arange(4 * 32).view(4, 32) % 97
-    for _ in range(2):  # The second pass starts from later random states.
+    for _ in range(2):  # The second forward pass starts from later random states than the first.
         loss = model(tokens, tokens, torch.full((4, 32), 1 / 128))
         loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}

@@ -208,16 +208,16 @@ FULL = {"recompute_granularity": "full"}
 @pytest.mark.parametrize(
     "world_size, dropout, how, expected",
     [
-        # Each layer has two in forward and two in backward. The embedding has one, the head's input gradient has one,
-        # and the single chunk of the loss has one all-gather.
+        # All-reduces: two in forward and two in backward of each layer, one in the embedding, one for the gradient of
+        # the head's input. The loss has one chunk, with one all-gather.
         (2, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         # Recomputation stops at the last tensor that backward needs: before the layer's last all-reduce, unless dropout
         # follows it.
         (2, 0.0, FULL, {"allreduce": ALL_REDUCES + LAYERS, "allgather": 1}),
         (2, 0.1, FULL, {"allreduce": ALL_REDUCES + 2 * LAYERS, "allgather": 1}),
-        # Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers the input of both column-parallel
-        # layers again. The loss still calls the all-gather of a list, which torch counts separately.
+        # Each all-reduce becomes a reduce-scatter and an all-gather. In addition, backward gathers the inputs of both
+        # column-parallel layers again. torch counts the loss's all-gather of a list separately.
         (
             2,
             0.0,

@@ -71,12 +71,12 @@ def test_losses_equal_those_of_the_unsharded_optimizer(folder: Path, data_parall
             assert result[name]["loss"] == like["loss"], name
             for parameter, weight in like["weights"].items():
                 assert torch.equal(result[name]["weights"][parameter], weight), (name, parameter)
-        # The norm is summed in a different order. With clipping it affects every weight.
+        # A sharded optimizer sums the norm in a different order. With clipping, the norm affects every weight.
         assert max(clipped["norm"]) > 1.0
         assert clipped["loss"] != short["loss"]
         assert result["clipped, sharded"]["loss"] == pytest.approx(clipped["loss"], rel=1e-5)
-        # The rounding error of bf16 is 2^-9, for each gradient and each partial sum. The first updates of AdamW depend
-        # on the signs of the gradients, and the errors of many weights average out in a loss.
+        # bf16 rounds each gradient and each partial sum, with an error of 2^-9. The first updates of AdamW depend only
+        # on the signs of gradients, and a loss averages the errors of many weights.
         assert bf16["loss"][0] == short["loss"][0] and bf16["loss"] != short["loss"], "nothing was rounded"
         assert bf16["loss"] == pytest.approx(short["loss"], rel=2**-9)
         assert bf16["norm"] == pytest.approx(short["norm"], rel=data_parallel * 2**-9)

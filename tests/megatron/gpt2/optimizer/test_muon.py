@@ -39,7 +39,8 @@ def split_qkv(name: str, x: Tensor) -> list[Tensor]:
 
 
 def test_update_is_that_of_torch(folder: Path) -> None:
-    """torch.optim.Muon rounds to bf16 before it normalizes. A skipped step changes nothing."""
+    """The bound is 2 %, because torch.optim.Muon rounds to bf16 before it normalizes. A skipped step changes
+    nothing."""
     trainer = start(0, 1, folder, f"{MUON} --precision bf16 --weight-decay 0.3 --clip-grad 0 --save {folder}/torch")
     before, draw = snapshot(trainer), torch.Generator().manual_seed(0)
     names = trainer.state.buffer.muon_params
@@ -79,7 +80,7 @@ def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
 
 
 def train_in_batches(*arguments: Any) -> list[dict[str, Any]]:
-    """Orthogonalize up to four of the largest matrices together, as on a GPU."""
+    """Train as on a GPU, which orthogonalizes several matrices together: here up to four of the largest."""
     batches: list[int] = []
 
     def counted(x: Tensor, *others: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Test messages between pipeline ranks, the length of a step, micro-batches in flight, and drawings of a schedule."""
+"""Test the messages between pipeline ranks, the length of a step, and the number of micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def step_length(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]],
         for place, step in enumerate(own):
             others = [places[message, "receives"] for message in step.sends]
             others += [places[message, "sends"] for message in step.receives]
-            # The other rank posts its messages after it has finished its previous step.
+            # A step exchanges messages with a partner's step after the partner has finished the step before.
             before[rank, place] = [(other, there - 1) for other, there in [(rank, place), *others]]
     ends = {(rank, -1): 0.0 for rank in range(len(steps))}
     for rank, place in TopologicalSorter(before).static_order():
@@ -106,7 +106,7 @@ RATIOS: dict[str, list[tuple[float, float, float]]] = {
 @pytest.mark.parametrize("m", [4, 8, 16])
 @pytest.mark.parametrize("p", [2, 4])
 def test_a_step_is_as_long_as_published(p: int, m: int):
-    """This is also true if a rank waits for its sends, because no rank waits for a partner that is busy."""
+    """A step takes this time even if a rank waits for its sends, because no rank waits for a busy partner."""
     for schedule in (one_forward_one_backward(p, m), interleaved(p, 2, m), interleaved(p, 4, m), zero_bubble(p, m)):
         for forward, backward, weight in RATIOS[schedule.name]:
             costs = uniform_costs(schedule, forward, backward, weight)

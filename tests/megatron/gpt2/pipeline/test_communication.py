@@ -52,10 +52,10 @@ def config_of(flags: str) -> Config:
 
 def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float]:
     """Return the bytes that a rank sends in a training step, by group, if collectives use rings. The rank is the first
-    one of its tensor-parallel group."""
+    rank of a tensor-parallel group."""
     dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
     rank = (stage * D + replica) * T
-    whole = range(replica * T, T * P * D, T * D)  # The range has the first rank of each stage.
+    whole = range(replica * T, T * P * D, T * D)  # the first rank of each stage
     groups = {
         "tensor": range(rank, rank + T),
         "pipeline": whole,
@@ -69,7 +69,7 @@ def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float
     pending = dict[int, str]()
     for event in trace_step(config, rank=rank, world_size=T * P * D, device="cuda", dtype=dtype).events:
         if isinstance(event, Wait):
-            del pending[event.number]  # The program waits for each call once.
+            del pending[event.number]  # A second wait for the same call raises KeyError.
         if isinstance(event, Communication):
             pending[event.number] = event.name
             if event.name in ("send", "recv"):
@@ -77,7 +77,7 @@ def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float
                 continue
             in_a_ring = (len(event.ranks) - 1) / len(event.ranks)
             sent[names[event.ranks]] += event.size * in_a_ring * (2 if event.name == "all_reduce" else 1)
-    # The next step waits for the parameters.
+    # Only the next step waits for the all-gathers of the parameters.
     assert set(pending.values()) == ({"all_gather"} if config.parallel.use_distributed_optimizer else set())
     return dict(sent)
 
