@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -120,12 +121,14 @@ class DelayedScalarReader:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        buffers = torch.zeros(READ_DELAY + 1, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._buffers = itertools.cycle(buffers.unbind())
         self._copies = collections.deque[tuple[Tensor, torch.cuda.Event | None]]()
 
     def __call__(self, value: Tensor) -> int:
         """Submit `value`, an int64 scalar on the device. Return the value that was submitted READ_DELAY calls
         before."""
-        copy = torch.empty((), dtype=torch.int64, pin_memory=self._on_gpu).copy_(value, non_blocking=True)
+        copy = next(self._buffers).copy_(value, non_blocking=True)
         self._copies.append((copy, torch.cuda.current_stream().record_event() if self._on_gpu else None))
         if len(self._copies) <= READ_DELAY:
             return 0
