@@ -305,8 +305,9 @@ class ParallelTransformerLayer(nn.Module):
         """Call `forward`. If the attention of a compiled layer draws dropout masks from a generator, as on a GPU, the
         whole layer runs in the random stream of the tracker. Hidden dropout does not use the stream, because its masks
         are computed from `dropout_seeds`."""
+        device = self.attention.dense.weight.device.type
         attention_draws = (
-            self.training and self.attention.attention_dropout > 0 and not kernels.has_seeded_attention(x.device.type)
+            self.training and self.attention.attention_dropout > 0 and not kernels.has_seeded_attention(device)
         )
         uses_tracker = self._is_compiled and attention_draws and dropout_seeds is not None and packed_seq_params is None
         with current_rng_tracker().fork() if uses_tracker else contextlib.nullcontext():
@@ -351,43 +352,47 @@ class ParallelTransformerLayer(nn.Module):
 
 class FusedTransformerLayer(ParallelTransformerLayer):
     """`ParallelTransformerLayer` for a GPU. Between the matrix products it calls the fused functions of
-    `kernels/layer.py`, which read and write less memory than PyTorch's operators.
+    `kernels/layer.py`, which read and write less memory than PyTorch's operators. It returns its output as
+    `kernels.ResidualTerms`, which the first kernel of the next layer adds. `kernels.hidden_states` returns their sum.
 
     It runs the base class's forward in the cases that these functions do not support: on a CPU, in generation, with
     selective recomputation, and with dropout masks from torch's generators. It also does so if the first layer norm has
     a hook, because these functions do not call the modules of the layer norms.
     """
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
-        x: Tensor,
+        x: Tensor | kernels.ResidualTerms,
         packed_seq_params: PackedSeqParams | None = None,
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | kernels.ResidualTerms:
         """See `ParallelTransformerLayer.forward`. `kernels.add_norm` ends a branch and starts the next one: it returns
         x = x + dropout(branch + bias) and y = norm(x). The output layers therefore leave out their biases."""
+        terms = kernels.ResidualTerms(x) if isinstance(x, Tensor) else x
         dropout_p = self.hidden_dropout if self.training else 0.0
         is_unsupported = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
-        if is_unsupported or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(x):
-            return super().forward(x, packed_seq_params, attention_fn, dropout_seeds)
+        if is_unsupported or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(terms.x):
+            return super().forward(kernels.hidden_states(x), packed_seq_params, attention_fn, dropout_seeds)
         attention, mlp = self.attention, self.mlp
         seeds = dropout_seeds if dropout_p > 0 else None
-        first = attention.dense.first_position(x)
+        first_position = attention.dense.first_position(terms.x)
 
-        x, y = kernels.add_norm(x, None, None, self.input_layernorm)
+        x, y = kernels.add_norm(terms, self.input_layernorm)
         attention_sums_bias_grad = packed_seq_params is None and not (self.training and attention.attention_dropout > 0)
         qkv = attention.split_heads(attention.query_key_value(y, bias_gradient=not attention_sums_bias_grad))
         bias = attention.query_key_value.bias if attention_sums_bias_grad else None
         first_head = attention.dense.tp_rank * qkv.size(2)
         y = attention.compute_attention(qkv, packed_seq_params, dropout_seeds, first_head, bias)
         branch = attention.dense(y, skip_bias_add=True)
-        dropout = seeds, dropout_p, POST_ATTENTION_DROPOUT, first
-        x, y = kernels.add_norm(x, branch, attention.dense.bias, self.post_attention_layernorm, dropout)
+        dropout = seeds, dropout_p, POST_ATTENTION_DROPOUT, first_position
+        terms = kernels.ResidualTerms(x, branch, attention.dense.bias, *dropout)
+        x, y = kernels.add_norm(terms, self.post_attention_layernorm)
         inside = mlp.dense_h_to_4h(y, bias_gradient=False)  # [s, b, f/tp]
         y = kernels.gelu_with_bias_gradient(inside, mlp.dense_h_to_4h.bias, mlp.gelu_approximate)
         branch = mlp.dense_4h_to_h(y, skip_bias_add=True)
-        return kernels.add_norm(x, branch, mlp.dense_4h_to_h.bias, None, (seeds, dropout_p, POST_MLP_DROPOUT, first))[0]
+        dropout = seeds, dropout_p, POST_MLP_DROPOUT, first_position
+        return kernels.ResidualTerms(x, branch, mlp.dense_4h_to_h.bias, *dropout)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from mpu.kernels.cross_entropy import (
     vocab_parallel_softmax,
 )
 from mpu.kernels.dropout import seeded_dropout
-from mpu.kernels.layer import add_norm, gelu_with_bias_gradient, has_fused_layer
+from mpu.kernels.layer import ResidualTerms, add_norm, gelu_with_bias_gradient, has_fused_layer, hidden_states
 from mpu.kernels.linear import (
     linear_in_float32_blocks,
     matrix_vector_product,
@@ -49,6 +49,7 @@ __all__ = [
     "add_rows_",
     "sum_of_squares",
     "MatmulAccumulator",
+    "ResidualTerms",
     "VocabParallelTargets",
     "add_norm",
     "cast_for_autocast",
@@ -57,6 +58,7 @@ __all__ = [
     "gelu_with_bias_gradient",
     "has_fused_layer",
     "has_seeded_attention",
+    "hidden_states",
     "linear_without_gradient",
     "rows_in_cache",
     "seeded_attention",

@@ -9,13 +9,13 @@ computes the sum in its backward pass, which already has the values in registers
 as an argument.
 
 A pass reads or writes as many elements as the layer's input has. Between its products, a layer without dropout takes
-44 passes; torch's operators take 63 and torch.compile takes 56. With dropout these are 46, 71 and 65. The numbers are
+42 passes; torch's operators take 63 and torch.compile takes 56. With dropout these are 44, 71 and 65. The numbers are
 counts (`tests/fake_cuda/test_kernels.py`). `in_triton.py` has the times on an H200.
 
 Legend: b batch, s sequence, t = s · b tokens, h hidden, n heads, d head size.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,25 @@ from torch import Tensor
 from mpu.kernels.dropout import DROPOUT, drop_threshold
 from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
-# The arguments of `seeded_dropout` after x: seeds [b, 3] (None: no dropout), p, which dropout of the layer, and the
-# first position.
-HiddenDropout = tuple[Tensor | None, float, int, int]
 WIDEST = 4096  # elements of a row whose sums a GPU's registers hold
-NO_DROPOUT: HiddenDropout = (None, 0.0, 0, 0)
+
+
+class ResidualTerms(NamedTuple):
+    """The terms of the hidden states x + dropout(branch + bias), [s, b, h], which are not added yet. The kernel that
+    adds them also computes the next layer norm, and so need not read the sum again.
+
+    branch, bias: [s, b, h] and [h]. None: the hidden states are x.
+    dropout_seeds: int64 [b, 3]. None: no dropout.
+    dropout_p, location, first_position: see `seeded_dropout`.
+    """
+
+    x: Tensor
+    branch: Tensor | None = None
+    bias: Tensor | None = None
+    dropout_seeds: Tensor | None = None
+    dropout_p: float = 0.0
+    location: int = 0
+    first_position: int = 0
 
 
 def has_fused_layer(x: Tensor) -> bool:
@@ -55,21 +69,19 @@ def split_qkv(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]
     return out
 
 
-def add_norm(
-    x: Tensor,
-    branch: Tensor | None,
-    bias: Tensor | None,
-    norm: torch.nn.LayerNorm | None,
-    dropout: HiddenDropout = NO_DROPOUT,
-) -> tuple[Tensor, Tensor]:
-    """Return out = x + dropout(branch + bias) and y = norm(out), [s, b, h]. Without a branch out is x; without a norm
-    y is empty."""
+def add_norm(terms: ResidualTerms, norm: torch.nn.LayerNorm | None) -> tuple[Tensor, Tensor]:
+    """Return out = x + dropout(branch + bias) and y = norm(out), [s, b, h]. Without a norm y is empty."""
+    x, branch, bias, seeds, p, *mask = terms
     affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    seeds, p, *place = dropout
     out: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, branch, bias, *affine, seeds, drop_threshold(p), *place
+        x, branch, bias, *affine, seeds, drop_threshold(p), *mask
     )
     return out
+
+
+def hidden_states(x: Tensor | ResidualTerms) -> Tensor:
+    """Return x, or the sum of its terms, [s, b, h]."""
+    return x if isinstance(x, Tensor) else add_norm(x, None)[0]
 
 
 class _Gelu(torch.autograd.Function):
@@ -108,19 +120,19 @@ class _AddNorm(torch.autograd.Function):
         norm_bias: Tensor | None,
         eps: float,
         seeds: Tensor | None,
-        *place: Any,
+        *mask: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, y, mean, rstd = ADD_NORM(x, branch, bias, weight, norm_bias, eps, seeds, *place)
+        out, y, mean, rstd = ADD_NORM(x, branch, bias, weight, norm_bias, eps, seeds, *mask)
         out = x.view_as(x) if branch is None else out
         ctx.save_for_backward(*((None,) * 3 if weight is None else (out, mean, rstd)), weight, seeds)
-        ctx.place, ctx.has_branch = place, branch is not None
+        ctx.mask, ctx.has_branch = mask, branch is not None
         return out, y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, seeds = ctx.saved_tensors
         dy_of_norm = None if weight is None else dy
-        dx, d_branch, of_vectors = ADD_NORM_BACKWARD(grad, dy_of_norm, x, mean, rstd, weight, seeds, *ctx.place)
+        dx, d_branch, of_vectors = ADD_NORM_BACKWARD(grad, dy_of_norm, x, mean, rstd, weight, seeds, *ctx.mask)
         dx = grad if weight is None else dx
         d_branch = dx if seeds is None else d_branch
         of_branch = (d_branch, of_vectors[0]) if ctx.has_branch else (None, None)

@@ -125,12 +125,12 @@ def test_its_own_check_finds_a_wrong_number_in_each_result(
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("h, heads, dtype", list(zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True)))
 def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch.dtype, dropout: float):
-    """Compare output and gradients with those of the plain layer in float64."""
+    """Compare the output and the gradients of two layers with those of two plain layers in float64."""
     mpu.initialize_model_parallel(1)
     config = mpu.TransformerConfig(h, heads, 2 * h + 1, hidden_dropout=dropout, gelu="erf" if dropout else "tanh")
-    plain, fused = (layer.to(dtype) for layer in test_layer.layers(config))
+    plain, fused = (layer.to(dtype) for layer in test_layer.build_layers(config))
     x = torch.randn(7, 3, h).to(dtype)
-    seeds = mpu.make_dropout_seeds(5, torch.arange(3), 2)[1] if dropout else None
+    seeds = mpu.make_dropout_seeds(5, torch.arange(3), 2) if dropout else None
     with test_layer.fused_on_a_cpu(), mock.patch.object(TritonKernel, "__call__", TritonKernel.run):
         of_kernels = test_layer.results(fused, x, seeds)
     of_torch = test_layer.results(plain, x, seeds)

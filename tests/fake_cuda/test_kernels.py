@@ -117,7 +117,7 @@ def passes(text: Path, save: Path, flags: str) -> float:
     return sum((counts[1] - counts[0])[name] for name in counts[1] if name not in products) / (16 * 256 * 1024 * 2)
 
 
-@pytest.mark.parametrize("flags, most", [("--compile", 44.1), ("--hidden-dropout 0.1", 46.1)])
+@pytest.mark.parametrize("flags, most", [("--compile", 42.1), ("--hidden-dropout 0.1", 44.1)])
 def test_a_layer_moves_little_memory(text: Path, tmp_path: Path, flags: str, most: float):
     """torch's operators move 63 and 71, Inductor's kernels 56 and 65."""
     assert most - 1 < passes(text, tmp_path, flags) < most

@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "a copy in each layer": (
         step,
-        extra(transformer.FusedTransformerLayer, "forward", lambda self, x, *_, **__: x.clone()),
+        extra(transformer.ParallelSelfAttention, "split_heads", lambda self, qkv: qkv.clone()),
         "'clone': '5, granted 3'",
     ),
     "a CPU tensor in a collective": (ranks, before_update(lambda self: dist.all_reduce(torch.zeros(2))), "on the CPU"),

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from megatron.gpt2.config import ModelConfig
+from mpu import kernels
 from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod
 from mpu.mappings import enter_model_parallel_region
@@ -132,7 +133,8 @@ class TransformerBlock(nn.Module):
         )
         if self.activation_offload is not None:
             self.activation_offload.forward_begins()
-        full = self.config.recompute_granularity == "full" and self.training
+        full = self._recomputes_layers
+        hidden: Tensor | kernels.ResidualTerms = x
         layers_per_checkpoint = self.config.recompute_num_layers if full else 1
         for start in range(layer_range.start, layer_range.stop, layers_per_checkpoint):
             layer_numbers = range(start, min(start + layers_per_checkpoint, layer_range.stop))
@@ -143,15 +145,16 @@ class TransformerBlock(nn.Module):
                 # x is the only argument, because DeepSpeed's replacement of mpu.checkpoint may shard each argument over
                 # the ranks. The attribute tells DeepSpeed that x is already sharded.
                 if self.config.sequence_parallel:
-                    x.no_checkpointing = True  # type: ignore[attr-defined]
-                x = mpu.checkpoint(run, x, **self._checkpoint_options())
+                    hidden.no_checkpointing = True  # type: ignore[union-attr]
+                hidden = mpu.checkpoint(run, hidden, **self._checkpoint_options())
             elif self.activation_offload is not None and start < self.config.cpu_offloading_num_layers:
                 with self.activation_offload.offload_layer(self.layers[start]):
-                    x = run(x)
+                    hidden = run(hidden)
             else:
-                x = run(x)
+                hidden = run(hidden)
         if self.activation_offload is not None:
             self.activation_offload.forward_ends()
+        x = kernels.hidden_states(hidden)
         return self.final_layernorm(x) if layer_range.stop == len(self.layers) else x
 
     def _run_layers(
@@ -160,12 +163,16 @@ class TransformerBlock(nn.Module):
         packed_seq_params: mpu.PackedSeqParams | None,
         cache: mpu.KeyValueCache | None,
         dropout_seeds: Sequence[Tensor | None],
-        x: Tensor,
-    ) -> Tensor:
+        x: Tensor | kernels.ResidualTerms,
+    ) -> Tensor | kernels.ResidualTerms:
         for number in layer_numbers:
             attention_fn = functools.partial(cache.attend, self._layer_numbers.index(number)) if cache else None
             x = self.layers[number](x, packed_seq_params, attention_fn, dropout_seeds[number])
-        return x
+        return kernels.hidden_states(x) if self._recomputes_layers else x
+
+    @property
+    def _recomputes_layers(self) -> bool:
+        return self.config.recompute_granularity == "full" and self.training
 
     def _checkpoint_options(self) -> dict[str, Any]:
         """Return the keyword arguments for `mpu.checkpoint`, without default values, because DeepSpeed's replacement of
@@ -411,8 +418,8 @@ class GPT2Model(nn.Module):
         )
 
     def compile_layers(self, backend: str = "inductor", *, by_document: bool = False) -> None:
-        """Compile each transformer layer. All layers share one compiled graph; compiling the whole model would take
-        minutes.
+        """Compile each transformer layer. All layers share one compiled graph (on a GPU, all after the first);
+        compiling the whole model would take minutes.
 
         Each layer is one graph, including its collectives and its dropout, whose masks must come from `dropout_seed`.
 

@@ -1,5 +1,5 @@
-"""The transformer layer of a GPU, with the PyTorch references of its kernels: its output and gradients are those of the
-plain layer, on one rank and on two, and it compiles to one graph."""
+"""The outputs and gradients of two transformer layers of a GPU, with the PyTorch references of their kernels, equal
+those of two plain layers, on one rank and on two. Each layer compiles to one graph."""
 
 from __future__ import annotations
 
@@ -26,36 +26,45 @@ def fused_on_a_cpu() -> Iterator[None]:
         yield
 
 
-def layers(config: mpu.TransformerConfig) -> tuple[mpu.ParallelTransformerLayer, FusedTransformerLayer]:
-    """Return a plain and a fused layer with the same random parameters, also for biases and norms."""
+class Layers(torch.nn.ModuleList):
+    def forward(self, x: Any, dropout_seeds: Tensor | None) -> Tensor:
+        for layer, seeds in zip(self, (None, None) if dropout_seeds is None else dropout_seeds, strict=True):
+            x = layer(x, dropout_seeds=seeds)
+        return kernels.hidden_states(x)
+
+
+def build_layers(config: mpu.TransformerConfig) -> tuple[Layers, Layers]:
+    """Return two plain and two fused layers with the same random parameters, also for biases and norms."""
 
     def fill(weight: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(weight.numel())
         return torch.nn.init.normal_(weight, std=weight.size(-1) ** -0.5, generator=generator)
 
-    plain = mpu.ParallelTransformerLayer(config, init_method_for=lambda name: fill)
-    fused = FusedTransformerLayer(config, init_method_for=lambda name: fill)
-    for layer in (plain, fused):
-        for parameter in layer.parameters():
+    plain, fused = (
+        Layers(layer_class(config, init_method_for=lambda name: fill) for _ in range(2))
+        for layer_class in (mpu.ParallelTransformerLayer, FusedTransformerLayer)
+    )
+    for layers in (plain, fused):
+        for parameter in layers.parameters():
             if parameter.dim() == 1:
                 with torch.no_grad():
                     parameter.add_(fill(torch.empty_like(parameter)))
     return plain, fused
 
 
-def results(layer: mpu.ParallelTransformerLayer, x: Tensor, seeds: Tensor | None) -> dict[str, Tensor]:
+def results(layers: Layers, x: Tensor, seeds: Tensor | None) -> dict[str, Tensor]:
     """Return the output, and the gradients of the input and the parameters."""
     x = x.clone().requires_grad_()
-    y = layer(x, dropout_seeds=seeds)
+    y = layers(x, seeds)
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y).sin())
     assert x.grad is not None
-    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
 
 def greatest_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     """Return the greatest difference, relative to the largest value of its tensor."""
-    assert expected.keys() == found.keys() and len(expected) == 2 + 12
+    assert expected.keys() == found.keys() and len(expected) == 2 + 2 * 12
     return max(
         ((found[name].double() - value.double()).abs().max() / value.double().abs().max()).item()
         for name, value in expected.items()
@@ -65,10 +74,10 @@ def greatest_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -
 def difference(rank: int, world_size: int, dropout: float, gelu: str, sequence_parallel: bool) -> float:
     mpu.initialize_model_parallel(world_size)
     config = mpu.TransformerConfig(H, 4, 72, hidden_dropout=dropout, gelu=gelu, sequence_parallel=sequence_parallel)
-    plain, fused = layers(config)
+    plain, fused = build_layers(config)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
     x = x.chunk(world_size)[rank] if sequence_parallel else x
-    seeds = mpu.make_dropout_seeds(5, torch.arange(B), 2)[1] if dropout else None
+    seeds = mpu.make_dropout_seeds(5, torch.arange(B), 2) if dropout else None
     expected = results(plain, x, seeds)
     with fused_on_a_cpu():
         return greatest_difference(expected, results(fused, x, seeds))
@@ -78,7 +87,7 @@ def difference(rank: int, world_size: int, dropout: float, gelu: str, sequence_p
 @pytest.mark.parametrize(
     "world_size, sequence_parallel", [(1, False), pytest.param(2, False, marks=pytest.mark.wide), (2, True)]
 )
-def test_the_fused_layer_equals_the_plain_layer(world_size: int, sequence_parallel: bool, dropout: float):
+def test_fused_layers_equal_plain_layers(world_size: int, sequence_parallel: bool, dropout: float):
     gelu = "tanh" if dropout else "erf"
     for found in run_ranks(difference, world_size, dropout, gelu, sequence_parallel):
         assert found < 1e-5
@@ -89,26 +98,27 @@ def test_it_is_the_plain_layer_for_what_the_kernels_do_not_support(case: str):
     mpu.initialize_model_parallel(1)
     recompute, p = "selective" if case == "selective" else "none", 0.1 if case == "generator" else 0.0
     config = mpu.TransformerConfig(H, 4, 72, hidden_dropout=p, recompute_granularity=recompute)
-    plain, fused = layers(config)
+    plain, fused = build_layers(config)
     arguments: dict[str, Any] = (
         {"attention_fn": lambda qkv: qkv[:, :, :, 2].flatten(2)} if case == "attention_fn" else {}
     )
     if case == "hooks":
-        fused.input_layernorm.register_forward_hook(lambda *_: None)
+        fused[0].get_submodule("input_layernorm").register_forward_hook(lambda *_: None)
     x, found = torch.randn(S, B, H), []
-    for layer in (plain, fused):
+    for layers in (plain, fused):
         torch.manual_seed(3)
         with fused_on_a_cpu(), mock.patch.object(kernels, "add_norm", side_effect=AssertionError):
-            found.append(layer(x, **arguments))
+            found.append(layers[0](x, **arguments))
     assert torch.equal(*found)
 
 
 def test_it_compiles_to_one_graph():
     mpu.initialize_model_parallel(1)
-    plain, fused = layers(mpu.TransformerConfig(H, 4, 72))
+    plain, fused = build_layers(mpu.TransformerConfig(H, 4, 72))
     x = torch.randn(S, B, H)
     expected = results(plain, x, None)
     torch._dynamo.reset()
     with fused_on_a_cpu():
-        fused.compile(fullgraph=True, backend="aot_eager")
+        for layer in fused:
+            layer.compile(fullgraph=True, backend="aot_eager")
         assert greatest_difference(expected, results(fused, x, None)) < 1e-5

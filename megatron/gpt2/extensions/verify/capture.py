@@ -29,6 +29,7 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
+from mpu import kernels
 
 
 class CapturePoint(NamedTuple):
@@ -133,7 +134,7 @@ class Capture(Hook):
 
     def _capture_compiled(self, compiled: Any, number: int) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
-            out: Tensor = compiled(*args, **kwargs)
+            out = kernels.hidden_states(compiled(*args, **kwargs))
             self._capture(f"transformer.layers.{number}", first_index(number + 1) - 1, out)
             return out
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron.gpt2.model.gpt2 import (
     model_partition_specs,
     seeded_normal,
 )
+from mpu import kernels
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -111,6 +113,30 @@ def compare(rank: int, world_size: int, gelu: str, expected: Expected) -> None:
 @pytest.mark.parametrize("world_size, gelu", [(1, "tanh"), (2, "tanh"), (4, "tanh"), (1, "erf")])
 def test_equals_huggingface(world_size: int, gelu: str):
     run_ranks(compare, world_size, gelu, huggingface_results(gelu))
+
+
+@pytest.mark.parametrize("chunks", [[range(3)], [range(1), range(1, 3)]], ids=["a chunk", "two chunks"])
+@pytest.mark.parametrize("layers_per_checkpoint", [0, 1, 2])
+def test_the_layers_of_a_gpu_equal_those_of_a_cpu(layers_per_checkpoint: int, chunks: list[range]):
+    """A layer of a GPU gives its output to the next layer as terms of a sum. The end of a checkpoint or of a pipeline
+    stage adds them."""
+    mpu.initialize_model_parallel(1)
+    config, text = replace(SMALL, hidden_dropout=0.1), torch.randint(0, 101, (3, 21))
+    recompute = {"recompute_granularity": "full", "recompute_num_layers": layers_per_checkpoint}
+    block_config = build_block_config(config, **(recompute if layers_per_checkpoint else {}))
+    found = []
+    for is_fused in (False, True):
+        model, x = GPT2Model(config, block_config, dropout_seed=5, layer_ranges=chunks).train(), None
+        with mock.patch.object(kernels, "has_fused_layer", lambda x, is_fused=is_fused: is_fused):
+            for chunk in chunks:
+                weight = torch.ones(3, 20)
+                ids = torch.arange(3)
+                x = model(text[:, :-1], text[:, 1:], weight, sample_ids=ids, layer_range=chunk, hidden=x)
+                assert isinstance(x, Tensor)
+            x.backward()
+        found.append({"loss": x.detach()} | {name: p.grad for name, p in model.named_parameters()})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
 
 def test_published_parameter_counts():
