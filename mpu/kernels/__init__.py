@@ -1,9 +1,9 @@
-"""Chooses the kernel of each operation by device, dtype and shape. `TritonKernel` chooses between PyTorch and Triton.
+"""Chooses the kernel of each operation by device, dtype and shape. On a GPU, `TritonKernel` chooses between PyTorch and
+Triton.
 
-The modules above this folder, which follow the papers, call the functions below. `linear_without_gradient` and
-`gelu_tanh` have the plain equation as their last line; the lines before it select faster kernels. The other functions
-have the equation in their docstring. Each kernel's docstring, or its module's, has the measurement that justifies it,
-and a test compares the kernel with the equation. Kernels do not use process groups.
+The other modules of `mpu` call the functions below. The docstring of a function gives its equation. The docstring of a
+kernel, or of its module, gives the measurement that justifies the kernel. A test compares each kernel with its
+equation. Kernels do not use process groups.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens, i input and o output features, v padded
 vocabulary, tp tensor-parallel size.
@@ -92,7 +92,7 @@ def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """xAᵀ + b: [..., i], [o, i], [o] -> [..., o], without support for gradients.
 
-    weight: may be a result of `weight_for_inference`.
+    weight: stored by row, or a result of `weight_for_inference`.
     """
     if weight.is_mkldnn:
         return packed_product(x, weight, bias)
@@ -132,8 +132,8 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 def add_rows_(total: Tensor, rows: Tensor, gradients: Tensor) -> None:
     """total[rows[i]] += gradients[i] for each i: [v, h] float32, [t] int64, [t, h]. The order of the sums is fixed."""
     if total.is_cuda:
-        # This operator sums the gradients of a row in parallel. index_put_ adds them one after the other, which takes
-        # 1 ms for 32k tokens of text.
+        # index_put_ adds the gradients of a row one after the other, which takes 1 ms for 32k tokens of text. The
+        # backward pass of an embedding adds them in parallel.
         total += torch.ops.aten.embedding_dense_backward(gradients.float(), rows, total.size(0), -1, False)
     else:
         total.index_put_((rows,), gradients.float(), accumulate=True)
@@ -142,7 +142,7 @@ def add_rows_(total: Tensor, rows: Tensor, gradients: Tensor) -> None:
 def gelu_tanh(x: Tensor) -> Tensor:
     """½x(1 + tanh(√(2/π)(x + 0.044715x³))), GPT-2's activation. Any shape."""
     if x.is_cpu and torch.compiler.is_compiling():
-        # The same function written with sigmoid: the compiled exp takes half the time of the compiled tanh.
+        # With sigmoid instead of tanh: the compiled exp takes half the time of the compiled tanh.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
     return F.gelu(x, approximate="tanh")
 
@@ -157,7 +157,7 @@ def causal_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) 
     """softmax(QKᵀ/√d, keys up to the query's position) V for each head, with dropout of the probabilities.
 
     qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. The result is [s, b, n·d].
-    bias: see `split_qkv`. Only if `has_fused_layer(qkv)`.
+    bias: see `split_qkv`. It must be None unless `has_fused_layer(qkv)`.
     """
     if uses_amx(qkv) and dropout_p == 0 and torch.is_grad_enabled() and bias is None:
         return attention_with_blockwise_backward(qkv)

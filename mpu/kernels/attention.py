@@ -1,5 +1,5 @@
-"""Kernels of causal attention: torch's fused kernels; and for a CPU two kernels that work on blocks of queries, as
-FlashAttention does (arXiv:2205.14135): a backward pass, and both passes with seeded dropout.
+"""Causal attention by torch's fused kernels and, on a CPU, by two kernels that compute a block of queries at a time, as
+FlashAttention does (arXiv:2205.14135). The first is a backward pass. The second has both passes, with seeded dropout.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
@@ -29,9 +29,9 @@ from mpu.kernels.layer import split_qkv
 QUERY_BLOCK = 256
 # The number of queries in a block with seeded dropout. Changing this number changes the dropout masks.
 SEEDED_QUERY_BLOCK = 128
-# The number of scores that a core computes at once. This many stay in its cache, so that attention takes 10 % less time
-# than with all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many take 4 % less time (8 samples of
-# 256 tokens, 4 heads, bf16, one thread).
+# The number of scores that a core computes at once. They stay in the core's cache, so attention takes 10 % less time
+# than with the scores of all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many scores take 4 %
+# less time (8 samples of 256 tokens, 4 heads, bf16, one thread).
 SCORES = {QUERY_BLOCK: 3 << 18, SEEDED_QUERY_BLOCK: 3 << 19}
 # The longest sequence whose dropout probabilities are saved. For longer sequences these would need too much memory.
 SAVED_UP_TO = 512
@@ -41,7 +41,7 @@ def fused_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) -
     """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. `bias` is described in
     `split_qkv`.
 
-    Used on every GPU, where torch selects FlashAttention, cuDNN or a different kernel; and on a CPU without seeded
+    On a GPU, torch selects FlashAttention, cuDNN or a different kernel. A CPU uses this function without seeded
     dropout, unless `attention_with_blockwise_backward` is faster.
     """
     if qkv.is_cuda or bias is not None:
@@ -68,8 +68,8 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     cu_seqlens: int32, 0 and the cumulative lengths.
     longest: the largest length.
 
-    This is torch's only kernel that takes cumulative lengths. It computes all documents in one launch, instead of one
-    launch for each, and makes no mask. A step of two layers on an H200 has the loss and the gradient norm of a CPU.
+    torch has no other kernel for cumulative lengths. It computes all documents in one launch, without a mask tensor. On
+    an H200 a training step of two layers gives the loss and the gradient norm of a CPU.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -80,20 +80,17 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which we compute scores: `dtype` itself if the processor computes in it, else float32."""
+    """Return the dtype of attention scores: `dtype` if the processor has products in it, else float32."""
     return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and cpu_features.HAS_AMX) else torch.float32
 
 
 def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d].
 
-    This is for a CPU with AMX in bf16. Backward runs over blocks of queries and recomputes the scores, as
-    FlashAttention does (arXiv:2205.14135). Unlike FlashAttention it holds the scores of a block in bf16, so the
-    rounding error grows with the scores: the queries' gradient is off by 0.4 % if the largest score is 4 and by 1.6 %
-    if it is 30, compared with 0.25 and 0.45 % for torch's fused kernel.
-
-    The backward pass of torch 2.13's fused kernel is slower there, and faster without AMX: `cpu_features.py` has the
-    times.
+    This is for a CPU with AMX in bf16, on which it is faster than torch 2.13's fused kernel (times: `cpu_features.py`).
+    Backward computes the scores of a block of queries again, in bf16. FlashAttention uses float32. Therefore the
+    rounding error grows with the scores: the error of the queries' gradient is 0.4 % if the largest score is 4, and
+    1.6 % if it is 30. With torch's fused kernel it is 0.25 and 0.45 %.
     """
     out: Tensor = _BlockwiseAttention.apply(qkv, 0, None, 0, 0, 0)
     return out
@@ -107,16 +104,16 @@ def seeded_attention(
 
     dropout_seeds: int64 [b, 3], as in `seeded_dropout`.
     location: which dropout of the layer.
-    first_head: number of this rank's first head.
-    first_position: the position of a document in its sample; the masks of its queries and keys count from there.
+    first_head: the index of this rank's first head.
+    first_position: the first position of qkv in its sample, which selects the part of the mask.
 
-    Backward computes the masks of a block again, and the scores of long sequences. No mask is saved, and above
-    SAVED_UP_TO tokens nothing of size [s, s]. bf16 is computed in float32 if the processor has no AMX. CPU time of
-    forward and backward, one thread with AMX, 1,024 tokens, 12 heads, compared with torch's formula with all scores in
-    memory: 455 and 115 ms in bf16, 465 and 249 ms in float32 (one run).
+    Backward computes the masks of a block again and, for sequences of more than SAVED_UP_TO tokens, the scores. So no
+    mask is saved, and for long sequences nothing of size [s, s]. Without AMX, bf16 is computed in float32. Time of
+    forward and backward with AMX, one thread, 1,024 tokens, 12 heads: 115 ms in bf16 and 249 ms in float32. torch's
+    formula with all scores in memory takes 455 and 465 ms (one run).
     """
-    place = location, first_head, first_position
-    out: Tensor = _BlockwiseAttention.apply(qkv, drop_threshold(p), dropout_seeds, *place)
+    mask_args = location, first_head, first_position
+    out: Tensor = _BlockwiseAttention.apply(qkv, drop_threshold(p), dropout_seeds, *mask_args)
     return out
 
 
@@ -124,21 +121,21 @@ class _BlockwiseAttention(torch.autograd.Function):
     """Without seeds forward is torch's fused kernel. Backward always runs over blocks of queries."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, dropped: int, seeds: Tensor | None, *place: int) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, dropped: int, seeds: Tensor | None, *mask_args: int) -> Tensor:
         out: Tensor
-        kept: list[Tensor] = []
+        probabilities: list[Tensor] = []
         if seeds is None:
             out = fused_attention(qkv, 0.0)
         else:
-            out, kept = _callable(_forward)(qkv, dropped, seeds, *place)
-        ctx.dropped, ctx.place = dropped, place
-        ctx.save_for_backward(qkv, seeds, *kept)
+            out, probabilities = _callable(_forward)(qkv, dropped, seeds, *mask_args)
+        ctx.dropped, ctx.mask_args = dropped, mask_args
+        ctx.save_for_backward(qkv, seeds, *probabilities)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, seeds, *kept = ctx.saved_tensors
-        return _callable(_backward)(qkv, dy, ctx.dropped, seeds, *ctx.place, kept), *[None] * 5
+        qkv, seeds, *probabilities = ctx.saved_tensors
+        return _callable(_backward)(qkv, dy, ctx.dropped, seeds, *ctx.mask_args, probabilities), *[None] * 5
 
 
 def _drop(
@@ -150,11 +147,11 @@ def _drop(
     start: int,
     *pairs: tuple[Tensor, Tensor],
 ) -> None:
-    """out = x with zeros where dropout drops an element, for pairs (x, out) of a block's scores [heads, block, end],
-    of heads from `first` on (counted over all samples of n heads) and queries from `start` on.
+    """For each pair (x, out) of tensors [heads, block, end] of a block of queries, write x with zeros for the dropped
+    elements to out. The block starts at head `first`, counted over all samples of n heads, and at query `start`.
 
-    The random bits of a sample are ordered [block of queries][head][query][key]. Each row has as many keys as the last
-    query of its block sees.
+    The random bits of a sample are ordered [block of queries][head][query][key]. Each query of a block has as many keys
+    as the last one.
     """
     heads, rows, end = pairs[0][0].shape
     head_blocks = rows * -(-end // ELEMENTS)  # number of counter blocks of a head
@@ -175,21 +172,21 @@ def _forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the output of `seeded_attention`, and each block's probabilities if the sequence is short."""
     s, b, n, _, d = qkv.shape
-    kept = []
+    saved_probabilities = []
     drop = functools.partial(_drop, n, dropped, sample_masks(seeds, location, first_position), first_head)
     q, k, v = _operands(qkv)
     out = torch.empty(s, b, n * d, dtype=qkv.dtype)
     y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
-    for first, some, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK):
+    for heads, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK):
         # Contiguous operands, and scaling a block while it is in the cache, halve the time.
-        block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
+        block_q, block_k, block_v = (x.contiguous() for x in (q[heads, start:end], k[heads, :end], v[heads, :end]))
         probabilities = _probabilities(block_q * d**-0.5, block_k, start)
         masked = torch.empty_like(probabilities)
-        drop(first, start, (probabilities, masked))
-        y[some, start:end] = torch.bmm(masked, block_v).mul_(keep_scale(dropped))
+        drop(heads.start, start, (probabilities, masked))
+        y[heads, start:end] = torch.bmm(masked, block_v).mul_(keep_scale(dropped))
         if s <= SAVED_UP_TO:
-            kept.append(probabilities)
-    return out, kept
+            saved_probabilities.append(probabilities)
+    return out, saved_probabilities
 
 
 def _backward(
@@ -200,11 +197,11 @@ def _backward(
     location: int,
     first_head: int,
     first_position: int,
-    kept: list[Tensor],
+    saved_probabilities: list[Tensor],
 ) -> Tensor:
     """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv [s, b, n, 3, d].
 
-    kept: saved probabilities of each block; without them they are recomputed.
+    saved_probabilities: one tensor for each block. If the list is empty, they are computed again.
     """
     s, b, n, _, d = qkv.shape
     drop = None
@@ -215,22 +212,22 @@ def _backward(
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype)
     dq, *d_kv = _heads(d_qkv)
     dk, dv = torch.zeros(2, b * n, s, d, dtype=q.dtype)
-    for number, (first, some, start, end) in enumerate(_blocks(s, b * n, SEEDED_QUERY_BLOCK if drop else QUERY_BLOCK)):
+    for index, (heads, start, end) in enumerate(_blocks(s, b * n, SEEDED_QUERY_BLOCK if drop else QUERY_BLOCK)):
         block_q, block_dy, block_k, block_v = (
-            x.contiguous() for x in (q[some, start:end], dy[some, start:end], k[some, :end], v[some, :end])
+            x.contiguous() for x in (q[heads, start:end], dy[heads, start:end], k[heads, :end], v[heads, :end])
         )
         block_q = block_q * d**-0.5
         if drop:
             block_dy = block_dy * keep_scale(dropped)
-        probabilities = kept[number] if kept else _probabilities(block_q, block_k, start)
+        probabilities = saved_probabilities[index] if saved_probabilities else _probabilities(block_q, block_k, start)
         masked, dp = probabilities, torch.bmm(block_dy, block_v.transpose(1, 2))
         if drop:
             masked = torch.empty_like(probabilities)
-            drop(first, start, (probabilities, masked), (dp, dp))
-        dv[some, :end].baddbmm_(masked.transpose(1, 2), block_dy)
+            drop(heads.start, start, (probabilities, masked), (dp, dp))
+        dv[heads, :end].baddbmm_(masked.transpose(1, 2), block_dy)
         d_scores = torch._softmax_backward_data(dp, probabilities, -1, probabilities.dtype)
-        dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
-        dq[some, start:end] = torch.bmm(d_scores, block_k).mul_(d**-0.5)
+        dk[heads, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
+        dq[heads, start:end] = torch.bmm(d_scores, block_k).mul_(d**-0.5)
     for out, grad in zip(d_kv, (dk, dv), strict=True):
         out.copy_(grad)
     return d_qkv
@@ -244,8 +241,8 @@ _OPERATORS = {
 
 
 def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator of `function` while torch.compile traces, else the function itself: a call of the operator would
-    load the compiler, which takes 1 s and 70 MB."""
+    """Return the custom operator of `function` if torch.compile traces, else `function`. The call of a custom operator
+    loads the compiler, which takes 1 s and 70 MB."""
     return _OPERATORS[function] if torch.compiler.is_compiling() else function
 
 
@@ -253,11 +250,11 @@ def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
 def _(qkv: Tensor, *arguments: object) -> tuple[Tensor, list[Tensor]]:
     s, b, n, _, d = qkv.shape
     blocks = list(_blocks(s, b * n, SEEDED_QUERY_BLOCK)) if s <= SAVED_UP_TO else []
-    kept = [
-        qkv.new_empty(len(range(b * n)[some]), end - start, end, dtype=compute_dtype(qkv.dtype))
-        for _, some, start, end in blocks
+    saved_probabilities = [
+        qkv.new_empty(len(range(b * n)[heads]), end - start, end, dtype=compute_dtype(qkv.dtype))
+        for heads, start, end in blocks
     ]
-    return qkv.new_empty(s, b, n * d), kept
+    return qkv.new_empty(s, b, n * d), saved_probabilities
 
 
 @_OPERATORS[_backward].register_fake
@@ -280,13 +277,12 @@ def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k.contiguous(), v.contiguous()
 
 
-def _blocks(s: int, heads: int, block: int) -> Iterator[tuple[int, slice, int, int]]:
-    """Yield the first of some heads (over all samples), the slice of these heads, and a block of queries,
-    [start, end)."""
+def _blocks(s: int, heads: int, block: int) -> Iterator[tuple[slice, int, int]]:
+    """Yield slices of the heads of all samples, and a block of queries [start, end) for each."""
     at_once = max(torch.get_num_threads() * SCORES[block] // (block * s), 1)
     for first in range(0, heads, at_once):
         for start in range(0, s, block):
-            yield first, slice(first, first + at_once), start, min(start + block, s)
+            yield slice(first, first + at_once), start, min(start + block, s)
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""The softmax over a rank's columns of the vocabulary, computed a few rows at a time on a CPU and in one pass on a GPU,
-and the accumulation of matrix products for the gradient of the head's weight.
+"""Softmax and cross-entropy over a rank's columns of the vocabulary: a few rows at a time on a CPU, in one pass on a
+GPU. `MatmulAccumulator` adds the matrix products whose sum is the gradient of the head's weight.
 
     loss = log Σ exp(logits - max) + max - logits[target]        d logits = softmax(logits) - one-hot(target)
 
@@ -72,7 +72,8 @@ def _cross_entropy_gradient_(
 ) -> None:
     """Overwrite the logits with their gradient.
 
-    stats: [3, c], of the whole vocabulary; written if find_stats, which needs a rank that has the whole vocabulary.
+    stats: [3, c], the statistics of the whole vocabulary. With find_stats they are written; this needs a rank that has
+        the whole vocabulary.
     """
     targets, x = VocabParallelTargets(columns, target, is_local), logits.float()
     local = targets.exp_and_stats(x)
@@ -82,7 +83,7 @@ def _cross_entropy_gradient_(
 
 
 def _examples_of_statistics(dtype: torch.dtype) -> Examples:
-    """Two blocks of columns, with padding columns and a target of a different shard."""
+    """Yield logits with two blocks of columns, padding columns, and a target that a different shard has."""
     logits = 5 * example_tensor(dtype, 3, 5184)
     logits[:, 5120:5122] = 20.0  # large in the last column and in the first padding column
     yield logits, torch.tensor([0, 5120, 4500]), torch.tensor([False, True, True]), 5121
@@ -152,7 +153,7 @@ def softmax_by_rows(
     """`vocab_parallel_softmax` for a rank that holds several shards of equal width, `rows` tokens at a time.
 
     combine: computes [3, c] of the whole vocabulary from this rank's [shards, 3, c].
-    by_block: call it for each block of rows, else once for all tokens.
+    by_block: call `combine` for each block of rows, else once for all tokens.
     """
     tokens, columns = logits[0].shape
     count = min(rows, tokens)
@@ -187,8 +188,8 @@ def softmax_by_rows(
 def products_at_once(dtype: torch.dtype, device: str) -> int | None:
     """Return how many products are added before their sum is added to a float32 sum. None means all.
 
-    float32 products accumulate directly. In 16 bits, a CPU adds up to 4 products directly. Each addition rounds the
-    sum, which raises the relative error from 2.4e-3 to 2.7e-3 in bf16 and saves as many passes over the matrix.
+    In 16 bits, a CPU adds 4 products directly, which saves passes over the matrix. Each of these additions rounds the
+    sum: the relative error in bf16 is 2.7e-3 instead of 2.4e-3.
 
     device: "cpu" or "cuda".
     """

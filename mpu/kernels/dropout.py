@@ -2,8 +2,8 @@
 
 The random bits of seeded dropout are a function of a key and a counter: Philox4x64-10 (Salmon et al., "Parallel random
 numbers: as easy as 1, 2, 3", SC 2011). No draw depends on earlier draws, so any rank can compute any part of a mask at
-any time. On a CPU this uses numpy's Philox generator, whose output numpy guarantees not to change. `in_triton.py`
-is the GPU version; a test compares the two.
+any time. A CPU uses numpy's Philox generator, whose output numpy guarantees not to change. `in_triton.py` has the
+generator of a GPU; a test compares the draws of both.
 
     key        two words: the run's seed, and 0
     counter    four words: the number of a block, counted from 1, and three words that identify a mask
@@ -27,7 +27,7 @@ WORD = 1 << 64
 _AT_ONCE = 1 << 18  # The draws of this number of elements fit into a core's cache.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-MaskId = tuple[int, int, int, int]  # The mask's id consists of the seed and three words of the counter.
+MaskId = tuple[int, int, int, int]  # the run's seed and the three words of the counter that identify a mask
 
 
 def drop_threshold(p: float) -> int:
@@ -101,14 +101,14 @@ def seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_posi
 
 class _SeededDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dropped: int, seeds: Tensor, *place: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dropped: int, seeds: Tensor, *mask_args: int) -> Tensor:
         ctx.save_for_backward(seeds)
-        ctx.dropped, ctx.place = dropped, place
-        return _call_seeded_dropout(x, dropped, seeds, *place)
+        ctx.dropped, ctx.mask_args = dropped, mask_args
+        return _call_seeded_dropout(x, dropped, seeds, *mask_args)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _call_seeded_dropout(dy, ctx.dropped, *ctx.saved_tensors, *ctx.place), None, None, None, None
+        return _call_seeded_dropout(dy, ctx.dropped, *ctx.saved_tensors, *ctx.mask_args), None, None, None, None
 
 
 def _call_seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first_position: int) -> Tensor:
@@ -123,9 +123,9 @@ def _seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first
     s, _, h = x.shape
     blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # number of blocks for each position
     out = x * keep_scale(dropped)
-    for number, mask in enumerate(sample_masks(seeds, location)):
+    for sample, mask in enumerate(sample_masks(seeds, location)):
         for first in range(0, s, rows):
-            part = out[first : first + rows, number]  # [rows, h]
+            part = out[first : first + rows, sample]  # [rows, h]
             drawn = random_draws(mask, (first_position + first) * blocks, len(part) * blocks).view(len(part), -1)
             zero_dropped(part, drawn[:, :h].to(x.device), dropped, out=part)
     return out

@@ -1,15 +1,15 @@
-"""The Triton code of all kernels. Triton is a part of torch's builds for GPUs; `triton_kernel.py` explains when this
-file is imported. A function with the name of an operator launches its kernel. Its reference has the same name after an
-underscore, and describes its arguments.
+"""The code of all kernels in Triton, which is a part of torch's builds for GPUs; `triton_kernel.py` explains when this
+file is imported. A function with the name of an operator launches the kernel of the operator. The reference of the
+operator has the same name after an underscore, and describes the arguments.
 
 Dropout draws the masks of `dropout.py`. It reads and writes each element once.
 
-The parts of a layer between its matrix products, see `layer.py`: a kernel that has a tensor's values at hand also sums
-them for the gradient of a bias. A program sums its rows in float32, in an order that does not depend on the GPU, and
-`add_up` adds the programs' sums.
+The kernels of a layer are explained in `layer.py`. A kernel that reads or computes the gradient of a linear layer's
+output also sums this gradient, which gives the gradient of the bias. Each program sums its rows in float32, in an order
+that does not depend on the GPU, and `add_up` adds the sums of all programs.
 
-The loss reads each logit once from memory and overwrites it once. A program has one row, so the second reading of a row
-(100 KB in bf16) finds it in the cache of the GPU:
+The loss reads each logit once from memory and overwrites it once. A program computes one row of logits (100 KB in
+bf16), so when it reads the row again, the row is in the cache of the GPU:
 
     d logits = weight · (softmax(logits) - one-hot(target))
 
@@ -29,8 +29,8 @@ Times on an H200 (its copies reach 4.2 TB/s) for 32,768 tokens of GPT-2 345M in 
     loss and gradient of the logits    2.4 ms, 2.8 TB/s
     AdamW of 352M parameters           2.7 ms, 4.0 TB/s
 
-Matrix products with an fp32 result (`out_dtype`), which would add weight gradients to their buckets, save 0 to 2 % of a
-product's time, so they are not used.
+Matrix products with an fp32 result (`out_dtype`) could add weight gradients to their buckets. They are not used,
+because they save only 0 to 2 % of a product's time.
 
 Legend: b batch, s sequence, t or c tokens, h hidden, n heads, d head size, f width of a linear layer's output, v/tp
 columns of this rank.
@@ -93,22 +93,22 @@ def philox_4x64(c0, c1, c2, c3, k0, k1):
 def random_draws(
     seeds, row, block, b, h, first_position, LOCATION: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """The random draws of some blocks of some rows, int16 [ROWS, 16 * SIZE]. A row is one position of one sample.
+    """Return the random draws of blocks of rows, int16 [ROWS, 16 * SIZE]. A row is one position of one sample.
 
-    row: [ROWS]. block: [SIZE], the numbers of the blocks in each row.
+    row: [ROWS]. block: [SIZE], the indices of the blocks in each row.
     """
     key = seeds + row % b * 3
     seed, sample, layer = tl.load(key), tl.load(key + 1), tl.load(key + 2)
     position = (first_position + row // b).to(tl.int64)
-    number = (position[:, None] * tl.cdiv(h, 16) + block[None, :] + 1).to(tl.uint64)
-    same = tl.zeros_like(number)
+    counter = (position[:, None] * tl.cdiv(h, 16) + block[None, :] + 1).to(tl.uint64)
+    zero = tl.zeros_like(counter)
     w0, w1, w2, w3 = philox_4x64(
-        number,
-        same + sample.to(tl.uint64)[:, None],
-        same + (layer << 8 | LOCATION).to(tl.uint64)[:, None],
-        same,
-        same + seed.to(tl.uint64)[:, None],
-        same,
+        counter,
+        zero + sample.to(tl.uint64)[:, None],
+        zero + (layer << 8 | LOCATION).to(tl.uint64)[:, None],
+        zero,
+        zero + seed.to(tl.uint64)[:, None],
+        zero,
     )
     # Each block has the words w0, w1, w2, w3.
     word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, SIZE * 4)
@@ -191,7 +191,7 @@ def formula(x: Tensor, approximate: str) -> dict[str, bool]:
 
 @triton.jit
 def gelu_backward_kernel(dy, x, dx, sums, t, f, rows: tl.constexpr, TANH: tl.constexpr, FAST: tl.constexpr):
-    """dx = dy · gelu'(x) [t, f]; sums [programs, f]. program_id is (block of `rows` rows, block of columns)."""
+    """dx = dy · gelu'(x) [t, f], and its sums [programs, f]. program_id is (block of `rows` rows, block of columns)."""
     column = tl.program_id(1) * GELU_COLUMNS + tl.arange(0, GELU_COLUMNS)
     total = tl.zeros((GELU_ROWS, GELU_COLUMNS), tl.float32)
     for start in tl.range(0, rows, GELU_ROWS, num_stages=LAYER_STAGES):
@@ -249,8 +249,8 @@ def stack_qkv_kernel(
     dq, dk, dv, out, sums, t, b, n, d, stride_s, stride_b, stride_n,
     rows: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out [t, n, 3, d] and sums [programs, n, 3, d] from dq, dk and dv [s, b, n, d], which have the same strides.
-    program_id is (block of `rows` rows, head)."""
+    """Copy dq, dk and dv [s, b, n, d], which have equal strides, to out [t, n, 3, d], and write the sums of out
+    [programs, n, 3, d]. program_id is (block of `rows` rows, head)."""
     head, column = tl.program_id(1), tl.arange(0, COLUMNS)
     for part in tl.static_range(3):
         source = dq if part == 0 else dk if part == 1 else dv
@@ -325,9 +325,9 @@ def add_norm_backward_kernel(
     LOCATION: tl.constexpr, DROPOUT: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx = grad + the gradient of norm(x); d_branch = dropout(dx); sums [programs, 3 or 1, h] of d_branch and, with
-    NORM, for the gradients of the norm's weight and bias. Without NORM dx is grad, and is not written. Without
-    DROPOUT d_branch is dx, and is not written. program_id is the number of a block of `rows` rows."""
+    """dx = grad + the gradient of norm(x); d_branch = dropout(dx). sums [programs, 3 or 1, h]: of d_branch and, with
+    NORM, of the terms of the gradients of the norm's weight and bias. Without NORM dx is grad, and is not written.
+    Without DROPOUT d_branch is dx, and is not written. program_id is the index of a block of `rows` rows."""
     column = tl.arange(0, BLOCK)
     real = column < h
     if NORM:
@@ -442,9 +442,9 @@ def cross_entropy_kernel(
     logits, stats, target, is_local, token_weight, tokens,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FIND_STATS: tl.constexpr, WRITE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """A row of logits [c, v/tp].
+    """Compute one row of logits [c, v/tp].
 
-    stats: [3, c] float32, written if FIND_STATS, else read.
+    stats: [3, c] float32. They are written if FIND_STATS, else read.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * WIDTH
@@ -509,12 +509,12 @@ def cross_entropy_gradient_(
 
 
 def launch_on_lists(kernel, lists: Sequence[Sequence[Tensor]], *args: object, **constants: bool) -> bool:
-    """Start a program for each chunk of these lists, whose tensors have equal sizes. The kernel gets the first tensor
-    of each list, the table, the number of tensors, and `args`. Sizes are counted in whole units, too, if that is
-    possible.
+    """Start a program for each chunk of the tensors in these lists. The tensors with one index have equal sizes in all
+    lists. The kernel gets the first tensor of each list, the table, the number of tensors, and `args`. The table has
+    sizes in units if every size is a multiple of UNIT, else in elements.
 
-    Return False, and start nothing, unless all tensors are contiguous, and those of a list have one dtype and distances
-    of whole units.
+    Return False, and start nothing, if a tensor is not contiguous, if the tensors of a list differ in dtype, or if a
+    distance is not a multiple of UNIT.
     """
     sizes, distances = [x.numel() for x in lists[0]], []
     for first, *others in lists:
@@ -538,10 +538,11 @@ def launch_on_lists(kernel, lists: Sequence[Sequence[Tensor]], *args: object, **
 
 @triton.jit
 def find_chunk(table, tensors, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr):
-    """The column of this program's tensor in the table, and the first element and the end of the program's chunk."""
+    """Return the column of this program's tensor in the table, the first element of the program's chunk, and the size
+    of the tensor."""
     chunk = tl.program_id(0)
-    number = tl.arange(0, TENSORS)
-    first_chunk = tl.load(table + number, mask=number < tensors, other=9223372036854775807)
+    index = tl.arange(0, TENSORS)
+    first_chunk = tl.load(table + index, mask=index < tensors, other=9223372036854775807)
     tensor = tl.sum((first_chunk <= chunk).to(tl.int32)) - 1
     start = (chunk - tl.load(table + tensor)) * CHUNK
     return table + tensor, start, tl.load(table + tensors + tensor) * SIZE_UNIT
@@ -561,7 +562,7 @@ def squares_kernel(x, table, tensors, partial_sums, TENSORS: tl.constexpr, SIZE_
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The order of the sum is the same in each run."""
+    """See `_sum_of_squares` of `optimizer.py`. The order of summation is the same in each run."""
     chunks = sum(triton.cdiv(x.numel(), CHUNK.value) for x in tensors)
     partial_sums = torch.empty(chunks, dtype=torch.float32, device=tensors[0].device)
     return partial_sums.sum() if launch_on_lists(squares_kernel, [tensors], partial_sums) else NotImplemented
@@ -601,10 +602,10 @@ def adamw_kernel(
         exp_avg_sq += tl.load(column + 5 * tensors) * UNIT
         if HAS_PARAM:
             param += tl.load(column + 6 * tensors) * UNIT
-        # 1 - β^step; β2 is so near 1 that float32 would leave 3 digits of the first step.
-        number = (tl.load(step) + 1).to(tl.float64)
-        correction = (1.0 - tl.exp2(number * log2_beta1)).to(tl.float32)
-        correction_sq = tl.sqrt((1.0 - tl.exp2(number * log2_beta2)).to(tl.float32))
+        # 1 - β^step in float64: β2 is near 1, so in float32 the first step would have 3 correct digits.
+        update = (tl.load(step) + 1).to(tl.float64)
+        correction = (1.0 - tl.exp2(update * log2_beta1)).to(tl.float32)
+        correction_sq = tl.sqrt((1.0 - tl.exp2(update * log2_beta2)).to(tl.float32))
         lr = tl.load(rate)
         unscale = 1.0 / tl.load(grad_scale)
         for first in range(0, CHUNK, LIST_BLOCK):

@@ -1,4 +1,4 @@
-"""The parts of a transformer layer between its matrix products, for a GPU. They are limited by memory bandwidth.
+"""Operations of a transformer layer between its matrix products, for a GPU. Memory bandwidth limits them.
 
     add_norm                   out = x + dropout(branch + bias) and y = norm(out)
     split_qkv                  queries, keys and values; backward copies their gradients once
@@ -46,7 +46,7 @@ class ResidualTerms(NamedTuple):
 
 
 def has_fused_layer(x: Tensor) -> bool:
-    """True if the functions below support hidden states x [..., h]. They are for a GPU."""
+    """Return True if the functions below support hidden states x [..., h]."""
     is_supported = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.size(-1) <= WIDEST
     return x.is_cuda and is_supported and not torch.is_autocast_enabled("cuda")
 
@@ -71,10 +71,10 @@ def split_qkv(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]
 
 def add_norm(terms: ResidualTerms, norm: torch.nn.LayerNorm | None) -> tuple[Tensor, Tensor]:
     """Return out = x + dropout(branch + bias) and y = norm(out), [s, b, h]. Without a norm y is empty."""
-    x, branch, bias, seeds, p, *mask = terms
+    x, branch, bias, seeds, p, *mask_args = terms
     affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
     out: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, branch, bias, *affine, seeds, drop_threshold(p), *mask
+        x, branch, bias, *affine, seeds, drop_threshold(p), *mask_args
     )
     return out
 
@@ -120,19 +120,19 @@ class _AddNorm(torch.autograd.Function):
         norm_bias: Tensor | None,
         eps: float,
         seeds: Tensor | None,
-        *mask: Any,
+        *mask_args: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, y, mean, rstd = ADD_NORM(x, branch, bias, weight, norm_bias, eps, seeds, *mask)
+        out, y, mean, rstd = ADD_NORM(x, branch, bias, weight, norm_bias, eps, seeds, *mask_args)
         out = x.view_as(x) if branch is None else out
         ctx.save_for_backward(*((None,) * 3 if weight is None else (out, mean, rstd)), weight, seeds)
-        ctx.mask, ctx.has_branch = mask, branch is not None
+        ctx.mask_args, ctx.has_branch = mask_args, branch is not None
         return out, y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, seeds = ctx.saved_tensors
         dy_of_norm = None if weight is None else dy
-        dx, d_branch, of_vectors = ADD_NORM_BACKWARD(grad, dy_of_norm, x, mean, rstd, weight, seeds, *ctx.mask)
+        dx, d_branch, of_vectors = ADD_NORM_BACKWARD(grad, dy_of_norm, x, mean, rstd, weight, seeds, *ctx.mask_args)
         dx = grad if weight is None else dx
         d_branch = dx if seeds is None else d_branch
         of_branch = (d_branch, of_vectors[0]) if ctx.has_branch else (None, None)
@@ -211,7 +211,7 @@ def _example_dropouts() -> tuple[tuple[Tensor | None, int, int, int], ...]:
 
 
 def _add_norm_examples(dtype: torch.dtype) -> Examples:
-    # Multiples of 1/8, so that the sums are exact in 16 bits: else a rounding of them would change the mean.
+    # The numbers are multiples of 1/8, so their sums are exact in 16 bits: a rounded sum would change the mean.
     x, branch = example_tensor(dtype, 2, 5, 3, 100).mul(8).round().div(8)
     vectors = example_tensor(dtype, 3, 100).mul(8).round().div(8).unbind()
     for dropout in _example_dropouts():
@@ -235,8 +235,8 @@ def _bias_dropout_add_norm_backward(
     """Return the gradients of x and branch [s, b, h], and those of bias, norm's weight and norm's bias [3, h].
 
     grad, dy: the gradients of out and y. x, mean, rstd: out and its statistics.
-    The gradient of x is empty if it is `grad` (no norm), and that of branch if it is the gradient of x (no dropout).
-    Without a norm the third result is [1, h].
+    Without a norm the gradient of x is `grad`; then the first result is empty, and the third is [1, h]. Without dropout
+    the gradient of branch is the gradient of x; then the second result is empty.
     """
     total, of_norm = grad.float(), []
     dx, d_branch = grad.new_empty(0), grad.new_empty(0)  # Results of an operator may not share memory.

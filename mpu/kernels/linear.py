@@ -1,7 +1,5 @@
 """Linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x in generation and for processors without
-bf16 products; and the gradient of a weight.
-
-All times are in ms. They are compared with F.linear or with one whole product. `cpu_features.py` has more times.
+bf16 products; and the gradient of a weight. All times are in ms. `cpu_features.py` has more times.
 
 Legend: r rows of x, t tokens, i input features, o output features.
 """
@@ -9,7 +7,7 @@ Legend: r rows of x, t tokens, i input features, o output features.
 import torch
 from torch import Tensor
 
-_ELEMENTS = 1 << 19  # At most this number of the weight's elements exist in float32 at once: 2 MB.
+_ELEMENTS = 1 << 19  # elements of the weight that exist in float32 at once: 2 MB
 
 
 def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -51,7 +49,7 @@ def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return y.view(*x.shape[:-1], weight.size(0))  # [r, o] -> [..., o]
 
 
-PACKED_ROWS = 8  # oneDNN's blocks for 1 to 64 rows take the same time, except that fp32 is slower with those for 1
+PACKED_ROWS = 8  # Blocks for 2 to 64 rows are equally fast. Those for 1 row are slower in float32.
 
 
 def pack_weight(weight: Tensor) -> Tensor:

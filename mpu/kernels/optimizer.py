@@ -110,7 +110,7 @@ def _examples_of_adamw(dtype: torch.dtype) -> Examples:
 
 
 def _nothing(*args: Any) -> None:
-    """For tensors without values: the operation writes into its arguments, whose shapes stay."""
+    """Replace an operation that only writes into its arguments, if the tensors have no values."""
 
 
 sum_of_squares = TritonKernel(_sum_of_squares, _examples_of_squares)

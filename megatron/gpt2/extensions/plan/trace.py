@@ -446,7 +446,7 @@ softmax, blocks = kernels.vocab_parallel_softmax, attention._blocks
 def _largest_block(s: int, heads: int, block: int) -> Any:
     """Return the largest of many blocks of attention, unless each block keeps tensors for backward."""
     found = list(blocks(s, heads, block))
-    return found if s <= attention.SAVED_UP_TO else [max(found, key=lambda each: each[3] - each[0])]
+    return found if s <= attention.SAVED_UP_TO else [max(found, key=lambda each: each[2] - each[0].start)]
 
 
 def _no_draws(mask: Any, first_block: int, count: int) -> Tensor:
