@@ -42,49 +42,40 @@ TYPES = {
 }
 
 
-def cases(name: str, element: str) -> list[dict[str, Any]]:
-    """Return the constants of a kernel. `num_warps` and `most_registers` (per thread) are not constants."""
+def cases(element: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the kernels with their constants. `num_warps` and `most_registers` (per thread) are not constants."""
     from mpu.kernels import in_triton
 
     plain, wide = {"num_warps": in_triton.LAYER_WARPS}, {"LOCATION": 2, "DROPOUT": True, "NORM": True}
-    formulas = [{**plain, "TANH": tanh, "FAST": not tanh} for tanh in (True, False)]
-    tile = in_triton.tile(WIDEST)
+    tile, stages = in_triton.tile(WIDEST), 1 if element == "fp32" else in_triton.LAYER_STAGES.value
     loss = {"COLUMNS": 50257, "WIDTH": 50304, "num_warps": in_triton.LOSS_WARPS, "most_registers": 64}
     of_lists = {"TENSORS": 128, "SIZE_UNIT": 16, "num_warps": in_triton.LIST_WARPS, "most_registers": 64}
-    return {
-        "dropout_kernel": [{"LOCATION": 2, "num_warps": in_triton.DROPOUT_WARPS, "most_registers": 64}],
-        "gelu_kernel": formulas,
-        "gelu_backward_kernel": [{**formula, "rows": 128} for formula in formulas],
-        "add_up_kernel": [{"num_warps": in_triton.SUM_WARPS, "ROWS": 512}],
-        "stack_qkv_kernel": [{**plain, "rows": 128, "ROWS": in_triton.LAYER_TILE.value // 64, "COLUMNS": 64}],
-        "add_norm_kernel": [{**tile, **wide, "BRANCH": True}],
-        "add_norm_backward_kernel": [
-            {**tile, **wide, "rows": 128, "STAGES": 1 if element == "fp32" else in_triton.LAYER_STAGES.value}
-        ],
-        "cross_entropy_kernel": [
-            {**loss, "FIND_STATS": find, "WRITE_GRADIENT": write}
+    formulas = [{**plain, "TANH": tanh, "FAST": not tanh} for tanh in (True, False)]
+    return [
+        ("dropout_kernel", {"LOCATION": 2, "num_warps": in_triton.DROPOUT_WARPS, "most_registers": 64}),
+        *(("gelu_kernel", formula) for formula in formulas),
+        *(("gelu_backward_kernel", {**formula, "rows": 128}) for formula in formulas),
+        ("add_up_kernel", {"num_warps": in_triton.SUM_WARPS, "ROWS": 512}),
+        ("stack_qkv_kernel", {**plain, "rows": 128, "ROWS": in_triton.LAYER_TILE.value // 64, "COLUMNS": 64}),
+        ("add_norm_kernel", {**tile, **wide, "BRANCH": True}),
+        ("add_norm_backward_kernel", {**tile, **wide, "rows": 128, "STAGES": stages}),
+        *(
+            ("cross_entropy_kernel", {**loss, "FIND_STATS": find, "WRITE_GRADIENT": write})
             for find, write in ((True, True), (True, False), (False, True))
-        ],
-        "squares_kernel": [{**of_lists, "most_registers": 96}],
-        "add_kernel": [{**of_lists, "ADD": True}],
-        "adamw_kernel": [{**of_lists, "HAS_PARAM": has_param} for has_param in (True, False)],
-    }[name]
-
-
-KERNELS = (
-    "dropout_kernel gelu_kernel gelu_backward_kernel add_up_kernel stack_qkv_kernel add_norm_kernel "
-    "add_norm_backward_kernel cross_entropy_kernel squares_kernel add_kernel adamw_kernel"
-)
+        ),
+        ("squares_kernel", {**of_lists, "most_registers": 96}),
+        ("add_kernel", {**of_lists, "ADD": True}),
+        *(("adamw_kernel", {**of_lists, "HAS_PARAM": has_param}) for has_param in (True, False)),
+    ]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", KERNELS.split())
-def test_it_spills_nothing(name: str, element: str, architecture: str):
+def test_kernels_spill_nothing(element: str, architecture: str):
     from mpu.kernels import in_triton
 
-    kernel = getattr(in_triton, name)
-    for constants in cases(name, element):
+    for name, constants in cases(element):
+        kernel = getattr(in_triton, name)
         warps = constants.pop("num_warps")
         registers = constants.pop("most_registers", 65536 // (32 * warps))
         # The gradient of the optimizer is in float32, that of a layer has the tested type.
@@ -93,11 +84,9 @@ def test_it_spills_nothing(name: str, element: str, architecture: str):
             argument: "constexpr" if argument in constants else own.get(argument, f"*{element}")
             for argument in kernel.arg_names
         }
-        aligned = {
-            (number,): [["tt.divisibility", 16]] for number, of in enumerate(types.values()) if of.startswith("*")
-        }
+        aligned = {(index,): [["tt.divisibility", 16]] for index, of in enumerate(types.values()) if of.startswith("*")}
         found = assembled(kernel, types, constants, architecture, attributes=aligned, warps=warps)
-        assert not found.spilled and not found.stack and found.registers <= registers, found
+        assert not found.spilled and not found.stack and found.registers <= registers, (name, found)
 
 
 def passes(text: Path, save: Path, flags: str) -> float:

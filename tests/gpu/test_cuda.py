@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,23 +12,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import mpu
-from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import ATTENTION_BACKENDS, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from mpu.attention import core_attention
 from mpu.kernels import seeded_dropout
-from mpu.kernels.cross_entropy import CROSS_ENTROPY_GRADIENT, VOCAB_STATISTICS
-from mpu.kernels.dropout import DROPOUT
-from mpu.kernels.layer import ADD_NORM, ADD_NORM_BACKWARD, GELU_BACKWARD, STACK_QKV
 from mpu.kernels.triton_kernel import TritonKernel
 from tests.megatron.gpt2.train.test_single_rank_group import RUNS, check_single_rank_group, single_rank_group
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
 from tests.mpu.kernels.test_attention import formula
+from tests.mpu.kernels.test_triton_kernel import KERNELS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -51,9 +44,9 @@ def loss_and_gradients(model: GPT2Model, device: str) -> tuple[float, dict[str, 
     return loss.item(), {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def model_on(device: str, config: ModelConfig = SHAPE, recompute: str = "none") -> GPT2Model:
+def model_on(device: str) -> GPT2Model:
     mpu.initialize_model_parallel(1)
-    return GPT2Model(config, build_block_config(config, device=device, recompute_granularity=recompute)).train()
+    return GPT2Model(SHAPE, build_block_config(SHAPE, device=device)).train()
 
 
 def test_fp32_equals_the_cpu_and_compiled_equals_eager():
@@ -65,14 +58,6 @@ def test_fp32_equals_the_cpu_and_compiled_equals_eager():
     for name, grad in on_gpu.items():
         assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
         assert (grads_compiled[name] - grad).norm() <= 1e-4 * grad.norm(), name
-
-
-def test_selective_recompute_changes_nothing():
-    (loss, grads), (loss_s, grads_s) = (
-        loss_and_gradients(model_on("cuda", recompute=granularity), "cuda") for granularity in ("none", "selective")
-    )
-    assert loss == loss_s
-    assert all(torch.equal(grad, grads_s[name]) for name, grad in grads.items() if "embeddings" not in name)
 
 
 @pytest.mark.parametrize(
@@ -175,18 +160,6 @@ def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: flo
     assert (qkv.grad.float().cpu() - reference.grad).norm() <= 2e-2 * reference.grad.norm()
 
 
-def test_a_launcher_starts_one_rank(folder: Path):
-    """Run the program under torchrun with one rank, which creates no group. The next test covers NCCL."""
-    program = (
-        f"{ROOT}/pretrain_gpt2.py --train-iters 3 --eval-iters 1 --log-interval 1 --save {folder}/launched "
-        f"--distributed-backend nccl --use-distributed-optimizer --tokenizer-type bytes --train-data {folder}/text.txt "
-        "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-    )
-    command = [sys.executable, *"-m torch.distributed.run --nproc-per-node 1".split(), *program.split()]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_in_a_group_of_one(folder: Path, name: str):
     """The run calls every NCCL collective with CUDA tensors."""
@@ -225,17 +198,6 @@ def test_losses_are_the_same_with_activations_in_the_hosts_memory(folder: Path, 
     whole, parked = seen[:2], seen[2:]
     assert [s["loss"] for s in whole] == [pytest.approx(s["loss"], rel=1e-6) for s in parked]
     assert kept[1] <= kept[0] - 3 * INPUT  # The caller still keeps the input of the first layer.
-
-
-def test_dropout_draws_anew():
-    dropping = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
-    model = model_on("cuda", dropping)
-    mpu.model_parallel_cuda_manual_seed(1)
-    first, second = (loss_and_gradients(model, "cuda")[0] for _ in range(2))
-    assert first != second
-
-
-KERNELS = [DROPOUT, VOCAB_STATISTICS, CROSS_ENTROPY_GRADIENT, GELU_BACKWARD, STACK_QKV, ADD_NORM, ADD_NORM_BACKWARD]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpu.kernels import cross_entropy, dropout, layer, optimizer
 from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
+
+KERNELS = list(
+    dict.fromkeys(
+        value
+        for module in (dropout, cross_entropy, layer, optimizer)
+        for value in vars(module).values()
+        if isinstance(value, TritonKernel)
+    )
+)
 
 
 def right(x: Tensor, others: list[Tensor], factor: float) -> None:
