@@ -63,7 +63,6 @@ HALF_WAY_IN_2019, END_OF_2019 = (0.5 * (np.cos(np.pi * r) + 1) for r in (0.45, 0
         ("cosine", {"min_lr": 0.0}, {100: 0}),
         ("linear", {"lr_warmup_iters": 4}, {2: 0.5}),
         ("linear", {"lr_warmup_iters": 0}, {0: 1}),
-        ("linear", {"lr_warmup_fraction": 0.0}, {0: 1}),
         ("cosine", {"lr_warmup_fraction": 1.0}, {50: 0.5, 101: 0.1}),
         ("linear", {"lr_decay_iters": 50}, {5: 1, 50: 0.1, 100: 0.1}),
         ("linear", {"lr_decay_samples": 400}, {5: 1, 50: 0.1, 100: 0.1}),
