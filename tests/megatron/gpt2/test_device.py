@@ -30,7 +30,6 @@ def gpus(monkeypatch, count: int, capability: tuple[int, int] = (9, 0), name: st
 def test_device(monkeypatch):
     gpus(monkeypatch, 2)
     assert on.choose_device("auto", RankInfo(3, 4, 1, 2), {})[0] == torch.device("cuda", 1)
-    assert on.choose_device("cpu", RankInfo(0, 8, 0, 8), {})[0] == CPU
     with pytest.raises(
         ValueError, match="3 ranks on this machine but 2 visible GPUs.*--device cpu --distributed-backend gloo"
     ):
@@ -63,15 +62,12 @@ def test_gpu_present(tmp_path):
         assert on.gpu_present(str(tmp_path)) == present
 
 
-@pytest.mark.parametrize("native, of_cpu", [("amx_bf16", torch.bfloat16), ("", torch.float32)])
-def test_precision(monkeypatch, native, of_cpu):
-    monkeypatch.setattr(on, "cpu_bf16_feature", lambda: native)
+def test_precision(monkeypatch):
     chosen = on.choose_precision
-    assert chosen("auto", CPU)[0] == of_cpu
-    dtype, why = chosen("fp16", CPU)
-    assert dtype == torch.float16 and why.startswith("WARNING: --precision fp16 on a CPU")
-    dtype, why = chosen("fp16-on-gpu", CPU)
-    assert dtype == of_cpu and why.startswith("notice: --fp16 on a CPU means --precision auto; precision: ")
+    for native, of_cpu in (("amx_bf16", torch.bfloat16), ("", torch.float32)):
+        monkeypatch.setattr(on, "cpu_bf16_feature", lambda: native)  # noqa: B023
+        dtype, why = chosen("fp16-on-gpu", CPU)
+        assert dtype == of_cpu and why.startswith("notice: --fp16 on a CPU means --precision auto; precision: ")
     gpus(monkeypatch, 1, (8, 0))
     assert chosen("auto", GPU)[0] == torch.bfloat16
     gpus(monkeypatch, 1, (7, 5))
@@ -173,22 +169,19 @@ def test_allocator_ends_the_page_faults_of_large_tensors():
     assert faults[0] > 40 and faults[1] < 5  # Huge pages of 2 MB still give 48 faults.
 
 
-def cuda_variables(size: int, users: dict[str, str] | None = None, *, deterministic: bool = False) -> dict[str, str]:
-    on.set_cuda_variables(size, environ := dict(users or {}), deterministic=deterministic)
-    return environ
-
-
 def test_cuda_variables_of_the_user_are_kept():
-    of_one = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert cuda_variables(1) == of_one
-    assert cuda_variables(2) == {**of_one, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
-    users = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-    assert cuda_variables(2, users) == {**users, "TORCH_NCCL_HIGH_PRIORITY": "1"}
-    name = "CUBLAS_WORKSPACE_CONFIG"
-    assert cuda_variables(1, deterministic=True)[name] == ":4096:8"
-    assert cuda_variables(1, {name: ":16:8"}, deterministic=True)[name] == ":16:8"
-    with pytest.raises(ValueError, match=f"{name}=:0:0 .* unset it, or set it to :4096:8 or :16:8"):
-        cuda_variables(1, {name: ":0:0"}, deterministic=True)
+    segments, connections = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    user = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    cublas, priority = "CUBLAS_WORKSPACE_CONFIG", {"TORCH_NCCL_HIGH_PRIORITY": "1"}
+    for size, before, deterministic, after in (
+        (1, {}, True, segments | {cublas: ":4096:8"}),
+        (2, {}, False, segments | connections | priority),
+        (2, user | {cublas: ":16:8"}, True, user | {cublas: ":16:8"} | priority),
+    ):
+        on.set_cuda_variables(size, environ := dict(before), deterministic=deterministic)
+        assert environ == after
+    with pytest.raises(ValueError, match=f"{cublas}=:0:0 .* unset it, or set it to :4096:8 or :16:8"):
+        on.set_cuda_variables(1, {cublas: ":0:0"}, deterministic=True)
 
 
 def test_a_driver_without_expandable_segments_is_served_without_them():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -43,18 +42,12 @@ def test_all_ways_to_call_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each way to call a program prints the same error line. A file of tools/ can be run from any folder."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    for argv in (["gpt2", "report"], ["/bin/gpt2-report"], [str(ROOT / "tools/report.py")]):
-        if argv[0].endswith(".py"):
-            monkeypatch.setattr(sys, "argv", [*argv, "nowhere"])
-            with pytest.raises(SystemExit):
-                runpy.run_path(argv[0], run_name="__main__")
-        else:
-            assert end(monkeypatch, *argv, "nowhere") == 2
+    for argv in (["gpt2", "report"], ["/bin/gpt2-report"]):
+        assert end(monkeypatch, *argv, "nowhere") == 2
         assert capsys.readouterr().err.startswith("error: nowhere holds no metrics.jsonl"), argv
-    line = [sys.executable, str(ROOT / "tools/openwebtext/merge_jsons.py"), "--data_path", "x", "--output_file", "y"]
+    line = [sys.executable, str(ROOT / "tools/report.py"), "nowhere"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=100)
-    assert done.returncode == 2 and done.stderr.startswith(b"error: --data_path: no such file: x"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(b"error: nowhere holds no"), done.stderr
     assert end(monkeypatch, "gpt2", "flag_table", "--help") == 0
     assert capsys.readouterr().out.startswith("usage: gpt2 flag_table")
     assert end(monkeypatch, "gpt2", "trian") == 2

@@ -16,6 +16,7 @@ from megatron.gpt2.config import (
     TrainConfig,
     config_fields,
     flag_name,
+    ignored_flags,
     non_default_values,
     read_config,
     write_config,
@@ -199,15 +200,11 @@ def test_values_out_of_range_are_one_line_that_names_the_flag(rule, lines):
 
 
 def test_the_last_of_repeated_flags_wins_also_with_several_values():
-    data = read("--train-data a b --valid-data v --train-data=c --valid-data w x").config.data
-    assert (data.train_data, data.valid_data, data.test_data) == (("c",), ("w", "x"), ())
     several = [name for name, f in config_fields().items() if isinstance(f.default, tuple)]
     assert several
     for name in several:
         assert [int(value) for value in read(f"{flag_name(name)} 3 4 {flag_name(name)} 5 6").values[name]] == [5, 6]
     assert read("--train-data-path p --train-data-path q").config.data.data_path == ("q",)
-    schedules = read("--step-batch-size-schedule 0:2 1B:4 --step-batch-size-schedule 0:8")
-    assert schedules.config.train.step_batch_size_schedule == ("0:8",)
 
 
 def test_help_groups_the_flags_and_shows_aliases(capsys):
@@ -349,6 +346,28 @@ def test_a_schedule_in_samples():
     for line in ("--lr-decay-samples 31", "--lr-warmup-iters 5"):
         with pytest.raises(ValueError, match="--override-opt-param-scheduler "):
             merged(line)
+
+
+@pytest.mark.parametrize(
+    "line, device, said",
+    [
+        ("--checkpoint-activations --partition-activations", "cuda", ["there is one tensor-parallel rank"]),
+        ("--partition-activations --model-parallel-size 2", "cuda", ["it needs --recompute-granularity full"]),
+        (
+            "--checkpoint-activations --distribute-saved-activations --sequence-parallel --model-parallel-size 2",
+            "cuda",
+            ["--sequence-parallel splits these inputs already"],
+        ),
+        ("--checkpoint-activations --partition-activations --checkpoint-in-cpu --model-parallel-size 2", "cuda", []),
+        ("--checkpoint-activations --checkpoint-in-cpu --attention-backend flash", "cpu", ["it needs a GPU"] * 2),
+        ("--recompute-granularity selective", "cuda", ["Megatron's: the core of attention"]),
+    ],
+)
+def test_flags_without_effect_are_logged(line: str, device: str, said: list[str]):
+    lines = list(ignored_flags(parse(line.split()).config, device))
+    assert len(lines) == len(said)
+    for words, expected in zip(lines, said, strict=True):
+        assert words.startswith("--") and expected in words
 
 
 RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8".split()

@@ -127,7 +127,7 @@ def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how:
     while "iteration        5/" not in path.read_text():
         assert time.monotonic() < end, path.read_text()
         time.sleep(0.05)
-    assert losses(save)[:5] == pytest.approx(single, rel=1e-5), path.read_text()
+    assert losses(save)[:5] == pytest.approx(single, rel=1e-5)
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     if how == "spawned":
         children = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
@@ -139,15 +139,12 @@ def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how:
         os.kill(*((pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
     code = job.wait(240) if how == "spawned" else rank.end()[0]
     output = path.read_text()
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
-    assert "Traceback" not in output
+    assert not any(Path(f"/proc/{child}").exists() for child in children) and "Traceback" not in output
     if way == "a rank is killed":
-        assert code == 128 + signal.SIGKILL, output
-        assert "error: rank 1 was ended by SIGKILL\n" in output
+        assert code == 128 + signal.SIGKILL and "error: rank 1 was ended by SIGKILL\n" in output, output
         assert "rank 1 (" in output and "sent no heartbeat" in output
     else:
-        assert code == 0, output
-        assert f"stopped by {way} at iteration" in output
+        assert code == 0 and f"stopped by {way} at iteration" in output, output
 
 
 def as_on_a_mac() -> None:
@@ -198,12 +195,11 @@ def test_ranks_with_different_data_end_with_one_line(folder: Path, tmp_path: Pat
     assert second[0] == 2 and not [line for line in second[1].splitlines() if not line.startswith("tokenis")], second
 
 
-@pytest.mark.parametrize("flags, code", [("", 2), ("--elastic", 1)])
-def test_exit_code_without_rank_0(folder: Path, flags: str, code: int) -> None:
+def test_exit_code_without_rank_0(folder: Path) -> None:
     """With --elastic the exit code is 1, so that launchers try again when the network may have returned."""
-    words = f"--save {folder}/alone --rank 1 --world-size 2 --init-method tcp://localhost:{free_port()} {flags}"
-    ended, said = StartedRank(folder, [*words.split(), "--init-timeout", "0.2"], {}).end()
-    assert ended == code and re.fullmatch(r"error \(\S+\): rank 0 did not join within 0.2 s .*\n", said), said
+    words = f"--save {folder}/alone --elastic --rank 1 --world-size 2 --init-method tcp://localhost:{free_port()}"
+    code, said = StartedRank(folder, [*words.split(), "--init-timeout", "0.2"], {}).end()
+    assert code == 1 and re.fullmatch(r"error \(\S+\): rank 0 did not join within 0.2 s .*\n", said), said
 
 
 def variables(line: str) -> dict[str, str]:
@@ -266,8 +262,6 @@ def test_torchrun_keeps_the_store() -> None:
 def test_mpi_meets_where_it_can_know() -> None:
     assert launch({**OPEN_MPI, "MASTER_PORT": "6000"}).init_method == "tcp://localhost:6000"
     assert launch({**PMI, "SLURM_JOB_NODELIST": "n[7-8]", "MASTER_PORT": "6000"}).init_method == "tcp://n7:6000"
-    first, second = ({**OPEN_MPI, "PMIX_NAMESPACE": f"prterun-host-{job}@1"} for job in (17, 18))
-    assert 1024 < port(first) < 32768 and port(first) != port(second)
 
 
 def test_slurm_step() -> None:
@@ -278,7 +272,6 @@ def test_slurm_step() -> None:
     for hosts, meets in (("n[9-11]-ib,login", "n9-ib"), ("rack[1-2]n[01,02]", "rack1n01")):
         assert launch({**STEP, "SLURM_STEP_NODELIST": hosts}).init_method.startswith(f"tcp://{meets}:")
     assert 1024 < port(STEP) < 32768 and port({**STEP, "SLURM_JOB_ID": "123457"}) != port(STEP)
-    assert launch({**STEP, "MASTER_ADDR": "here", "MASTER_PORT": "6000"}).init_method == "tcp://here:6000"
     assert launch({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}).rank_info() == RankInfo(
         5, 7, 1, 2
     )
@@ -318,7 +311,6 @@ def test_plain_python_in_an_allocation_is_a_single_rank_with_a_notice() -> None:
         ("--nproc-per-node 2 --rank 0 --world-size 2", "", "--nproc-per-node starts all ranks itself"),
         ("--nproc-per-node 2 --nnodes 2 --node-rank 2", "", r"--node-rank 2 is not in \[0, 2\): change it or --nnodes"),
         ("--nnodes 2", "", "--nnodes needs --nproc-per-node"),
-        ("--nproc-per-node 2 --nnodes 2", "", "no rendezvous address for the 4 ranks: set MASTER_ADDR"),
         ("--nproc-per-node 2", "RANK=3 WORLD_SIZE=4", "a launcher has started this process as one of 4 already"),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 from megatron.gpt2.dist import signals
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.run_program import start_ranks
-from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal, exit_on_sigterm
+from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import CONTEXT, run_ranks
 from tests.faults.injector import Fault, plant
@@ -68,22 +68,6 @@ def test_nohup() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.agreed() == "" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
-
-
-def hang_in_torch(folder: Path) -> None:
-    exit_on_sigterm(2)
-    (folder / "hangs").touch()
-    long_call()
-
-
-def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
-    """SIGTERM ends a rank also while it waits in C++ code, for example for another rank."""
-    rank = CONTEXT.Process(target=hang_in_torch, args=(tmp_path,), daemon=True)
-    rank.start()
-    wait_until((tmp_path / "hangs").exists)
-    rank.terminate()
-    rank.join(20)
-    assert rank.exitcode == 2
 
 
 def step_without_end(folder: Path) -> None:

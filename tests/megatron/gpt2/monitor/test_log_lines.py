@@ -22,7 +22,7 @@ from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.monitor import log_lines
 from megatron.gpt2.monitor import timers as timers_module
-from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog, rank_file_name, read_incidents, read_records
+from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog, rank_file_name, read_incidents
 from megatron.gpt2.monitor.log_lines import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.monitor.timers import Timers
@@ -109,23 +109,6 @@ def test_a_full_disk_loses_only_records(tmp_path: Path, capsys: pytest.CaptureFi
         )
     ]
     assert len(read(tmp_path / "metrics.jsonl")) == 11
-
-
-def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
-    log, metrics = RunLog(tmp_path, train_iters=30), tmp_path / "metrics.jsonl"
-    for iteration in (10, 20):
-        log.record(record(iteration))
-    log.record(EvaluationRecord(20, "valid", 1.0))
-    log.close()
-    with metrics.open("a") as file:
-        file.write('{"iteration": 25, "lm_lo')  # a line that a crash has cut off
-    log = RunLog(tmp_path, train_iters=30, start_iteration=15)
-    assert [line["iteration"] for line in read(metrics)] == [10]
-    with metrics.open("a") as file:
-        file.write('{"itera')
-    log.record(record(20))  # The record must begin a new line.
-    log.close()
-    assert [line["iteration"] for line in read_records(metrics)] == [10, 20]
 
 
 def test_a_new_run_in_an_old_folder_renames_the_old_records(tmp_path: Path) -> None:

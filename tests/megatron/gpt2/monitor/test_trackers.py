@@ -63,12 +63,8 @@ def test_an_error_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         raise wandb.errors.UsageError("No API key configured")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    names = []
-    for iteration in (0, 5, 0):  # A new run gets a new id.
-        with pytest.raises(ValueError, match="--wandb-project gpt2: No API key configured .WANDB_MODE=offline"):
-            open_metric_writers(config(tmp_path, wandb_project="gpt2"), start_iteration=iteration, active=True)
-        names.append((tmp_path / "gpt2" / "wandb_run_id.txt").read_text())
-    assert names[0] == names[1] != names[2]
+    with pytest.raises(ValueError, match="--wandb-project gpt2: No API key configured .WANDB_MODE=offline"):
+        open_metric_writers(config(tmp_path, wandb_project="gpt2"), start_iteration=0, active=True)
 
 
 def test_a_missing_library_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tests.megatron.gpt2.train.test_layouts import (
     SELECTIVE,
     SEQUENCE,
     SHARDED,
+    SPLIT_INPUTS,
     TWO_CHUNKS,
     ZERO_BUBBLE,
     LayoutCase,
@@ -34,7 +35,7 @@ QUICK = [
     LayoutCase(2, 1, 1, 1, SEQUENCE),
     LayoutCase(1, 1, 2, 1, f"{SHARDED} {SELECTIVE}"),
     LayoutCase(1, 2, 1, 1, f"{ZERO_BUBBLE} {FULL}"),
-    LayoutCase(4, 1, 1, 1, f"{SEQUENCE} {SELECTIVE}"),
+    LayoutCase(4, 1, 1, 1, f"{FULL} {SPLIT_INPUTS} --recompute-num-layers 2"),
     LayoutCase(1, 1, 3, 1, SHARDED),
 ]
 WIDE = [

@@ -65,6 +65,7 @@ QUICK = [
     LayoutCase(1, 2, 1, 8, TWO_CHUNKS, layers=6),
     LayoutCase(1, 3, 1, 2, ZERO_BUBBLE),
     LayoutCase(1, 3, 1, 1, "--decoder-first-pipeline-num-layers 1", layers=6),
+    LayoutCase(2, 1, 1, 8, f"{FULL} {SPLIT_INPUTS} --recompute-num-layers 2"),
     LayoutCase(2, 1, 2, 4, f"{SEQUENCE} {SHARDED} {SELECTIVE}"),
     # The vocabulary of 257 ids is not divisible by 4 ranks.
     LayoutCase(4, 1, 1, 8, "--make-vocab-size-divisible-by 1"),
@@ -82,7 +83,7 @@ WIDE = [
             (2, 1, 4, SEQUENCE),
             (1, 2, 1, FULL),
             (1, 2, 2, ZERO_2),
-            (2, 2, 1, f"{ZERO_2} {FULL} {SPLIT_INPUTS}"),
+            (2, 2, 1, f"{ZERO_2} {FULL}"),
             (4, 1, 4, f"{SEQUENCE} {FULL}"),
         )
     ),
