@@ -76,8 +76,8 @@ def choose_device(
     with WARNING and names two solutions."""
     device, why = _choose_own_device(requested, rank_info, environ)
     if rank_info.rendezvous is not None:
-        mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        refuse_shared_gpus(rank_info.rendezvous.gather("gpu", rank_info.rank, mine), rank_info.rendezvous.hosts)
+        own_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        refuse_shared_gpus(rank_info.rendezvous.gather("gpu", rank_info.rank, own_gpu), rank_info.rendezvous.hosts)
     return device, why
 
 
@@ -169,9 +169,9 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
 
 def cpu_bf16_feature() -> str:
     """Return the name of the CPU's feature for bf16 products, or "". On other systems than Linux the result is ""."""
-    found = torch.cpu.get_capabilities() if sys.platform == "linux" else {}
+    features = torch.cpu.get_capabilities() if sys.platform == "linux" else {}
     # The last name is that of ARM.
-    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if found.get(name)), "")
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if features.get(name)), "")
 
 
 def choose_backend(requested: str | None, device: torch.device) -> tuple[str, str]:
@@ -240,7 +240,7 @@ def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
             continue
         top = Path(root, "sys/fs/cgroup") / (controller if controllers else "")
         folder = top / path.lstrip("/")
-        yield from (place for place in (folder, *folder.parents) if place.is_relative_to(top))
+        yield from (group for group in (folder, *folder.parents) if group.is_relative_to(top))
 
 
 def require_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:

@@ -128,7 +128,7 @@ class Arguments:
             yield
         except ValueError as error:
             names = "|".join(map(re.escape, self.sources)) or "$."
-            raise ValueError(re.sub(rf"({names})(?![\w-])", lambda found: self.sources[found[0]], str(error))) from None
+            raise ValueError(re.sub(rf"({names})(?![\w-])", lambda match: self.sources[match[0]], str(error))) from None
 
     @property
     def checkpoint(self) -> CheckpointConfig:

@@ -577,7 +577,7 @@ MEGATRON_RULES = by_name(
 
 def _betas(value: Any, _: Any) -> Fields:
     require(isinstance(value, list) and len(value) == 2, "is not a pair of numbers")
-    return {f"optimizer.adam_beta{place}": _number(beta) for place, beta in enumerate(value, 1)}
+    return {f"optimizer.adam_beta{index}": _number(beta) for index, beta in enumerate(value, 1)}
 
 
 DEEPSPEED_RULES = by_name(

@@ -94,7 +94,7 @@ def frames_of_main_thread() -> Frames:
     known = {thread.ident for thread in threading.enumerate()}
     stack = list(traceback.walk_stack(frames[main] if main is not None else None))[::-1]
     if stack and stack[-1][0].f_code.co_name == "_engine_run_backward":
-        for other in [frame for number, frame in frames.items() if number not in known]:
+        for other in [frame for thread, frame in frames.items() if thread not in known]:
             stack += list(traceback.walk_stack(other))[::-1]
     return stack
 

@@ -242,8 +242,9 @@ def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) 
 def stand_by(store: Store, launch: Launch) -> int:
     """Wait without a time limit until the run of the other ranks ends, and return its exit code. Signals end this
     process at once."""
-    who = f"rank {launch.rank} ({launch.host})"
-    print_status(f"{who} is on standby: the run continues without it (--elastic)", "notice")
+    print_status(
+        f"rank {launch.rank} ({launch.host}) is on standby: the run continues without it (--elastic)", "notice"
+    )
     try:
         store.add("standing by", 1)
         while not store.check(["over"]):

@@ -313,8 +313,8 @@ class NodeAgent(LocalElasticAgent):
         super()._rendezvous(group)
         launch, store, count = self.launch, group.store, group.group_world_size
         store.set(f"machine/{group.group_rank}", json.dumps([launch.rank, launch.host, self._attempt]))
-        machines = [json.loads(store.get(f"machine/{number}")) for number in range(count)]
-        hosts = {first + number: host for first, host, _ in machines for number in range(launch.ranks_to_start)}
+        machines = [json.loads(store.get(f"machine/{index}")) for index in range(count)]
+        hosts = {first + local: host for first, host, _ in machines for local in range(launch.ranks_to_start)}
         if len(hosts) < launch.world_size and not launch.elastic:
             raise MissingRanksError(describe_missing(hosts, launch.world_size, launch))
         group.master_addr, group.master_port = self._store_address
@@ -370,8 +370,8 @@ class NodeAgent(LocalElasticAgent):
         if self.code in NO_RESTART:
             return False
         for rank, ended in codes.items():
-            how = {"exit_code": ended} if ended >= 0 else {"signal": signal.Signals(-ended).name}
-            self._note("rank ended", describe_exit(rank, ended), rank=rank, first=rank == first, **how)
+            details = {"exit_code": ended} if ended >= 0 else {"signal": signal.Signals(-ended).name}
+            self._note("rank ended", describe_exit(rank, ended), rank=rank, first=rank == first, **details)
         why = describe_exit(first, code)
         if self._stop_requested or self._restarts == limit:
             if limit and not self._stop_requested:
@@ -382,7 +382,8 @@ class NodeAgent(LocalElasticAgent):
         where = ""
         if save_folder and self._incidents:
             newest = save_folder.newest_iteration()
-            noted = [one["iteration"] for one in read_incidents(save_folder.path) if one["time"] >= self._round_start]
+            incidents = read_incidents(save_folder.path)
+            noted = [incident["iteration"] for incident in incidents if incident["time"] >= self._round_start]
             logged = [record["iteration"] for record in read_records(save_folder.path / METRICS)[-1:]]
             self._incidents.iteration = reached = max([newest, *noted, *logged])
             self._failed_iterations.append(reached)

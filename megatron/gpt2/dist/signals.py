@@ -140,12 +140,12 @@ class StopSignal:
 
         reason: a reason of this rank to stop, in addition to signals. It may differ between ranks.
         """
-        mine = max(self._requested, _REASONS.index(reason))
+        own_reason = max(self._requested, _REASONS.index(reason))
         if self._group is None:
-            return _REASONS[mine]
+            return _REASONS[own_reason]
         self._wait()
         agreed = int(self._shared)
-        self._shared = torch.tensor([mine], dtype=torch.int32)
+        self._shared = torch.tensor([own_reason], dtype=torch.int32)
         self._pending = dist.all_reduce(self._shared, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return _REASONS[agreed]
 

@@ -90,7 +90,7 @@ class TrainingData:
         samples, order = self.splits.training_samples(config.train.seed, count)
         return BatchLoader(
             samples,
-            lambda numbers: order(numbers + skipped),
+            lambda indices: order(indices + skipped),
             micro_batch_size=config.train.micro_batch_size,
             schedule=schedule,
             data_parallel_rank=parallel.data_parallel_rank,
@@ -98,9 +98,9 @@ class TrainingData:
             consumed_samples=consumed_samples,
             prefetch=config.data.num_workers,
             contiguous=self._context.numerics.contiguous_samples,
-            collate_fn=lambda token_ids, numbers: (
+            collate_fn=lambda token_ids, indices: (
                 self.to_host_tensor(token_ids),
-                self.to_host_tensor(numbers + skipped),
+                self.to_host_tensor(indices + skipped),
             ),
         )
 
@@ -132,10 +132,10 @@ class TrainingData:
         )
         checksums = gather_ints(self._checksum, self._context.device)
         for rank, checksum in enumerate(checksums):
-            first = rank % ranks_per_stage // size * size  # the first rank of its model-parallel group
-            if checksum != checksums[first]:
+            first_rank = rank % ranks_per_stage // size * size  # the first rank of its model-parallel group
+            if checksum != checksums[first_rank]:
                 raise DamagedData(
-                    f"by iteration {iteration} rank {rank} has read different data than rank {first} of its "
+                    f"by iteration {iteration} rank {rank} has read different data than rank {first_rank} of its "
                     "model-parallel group: every machine needs the same files, and they must not change while a run "
                     "reads them; the same command continues from the last checkpoint"
                 )
@@ -148,9 +148,9 @@ def document_positions(tokens: Tensor, eod: int) -> Tensor:
     eod: the token that ends a document.
     """
     positions = torch.arange(tokens.size(1), device=tokens.device)
-    first = torch.zeros_like(tokens)
-    first[:, 1:] = positions[1:] * (tokens[:, :-1] == eod)
-    return positions - first.cummax(dim=1).values
+    starts = torch.zeros_like(tokens)
+    starts[:, 1:] = positions[1:] * (tokens[:, :-1] == eod)
+    return positions - starts.cummax(dim=1).values
 
 
 def pin_tensor(array: np.ndarray) -> Tensor:

@@ -87,7 +87,7 @@ def sample_text(trainer: Trainer, count: int = 1) -> str:
     # Wait for the weights here, because only a hook of the model's `forward` waits for them.
     trainer.state.param_gather.finish_param_sync()
     generate(trainer.state.model, tokenizer, samples)
-    texts = [f"[{prompt}]{tokenizer.decode(one.ids)}" for prompt, one in zip(prompts, samples, strict=True)]
+    texts = [f"[{prompt}]{tokenizer.decode(sample.ids)}" for prompt, sample in zip(prompts, samples, strict=True)]
     for text in texts:
         trainer.log.sample(text)
     return "\n\n".join(texts)

@@ -251,7 +251,7 @@ def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, 
     newest = loadable_checkpoint(trainer.context.save_directory)
     where = " (".join(filter(None, (str(newest.path) if newest else "none", missing))) + ")" * bool(missing)
     metrics = read_records(trainer.context.save_directory / METRICS)
-    losses = {one["iteration"]: one["lm_loss"] for one in metrics if one.get("split") == "valid"}
+    losses = {record["iteration"]: record["lm_loss"] for record in metrics if record.get("split") == "valid"}
     return closing_report(
         validation_losses=losses,
         bits_per_byte=valid.bits_per_byte if valid else None,

@@ -90,10 +90,10 @@ class ReplicaCheck(Hook):
         if not all_hashes[:, 0].any():
             text = "; ".join(self._describe_differences(all_hashes[:, 1:]))
         elif tensors := list(itertools.compress(self._tensors, changed.tolist())):
-            who = format_ranks([self._parallel.rank], self._hosts)
+            own_rank = format_ranks([self._parallel.rank], self._hosts)
             text = (
-                f"{who} holds a different {describe_tensors(tensors)} than the update of iteration {self._iteration} "
-                "left, the last clean hash"
+                f"{own_rank} holds a different {describe_tensors(tensors)} than the update of iteration "
+                f"{self._iteration} left, the last clean hash"
             )
         else:
             text = ""
@@ -122,17 +122,17 @@ class ReplicaCheck(Hook):
 
         all_hashes: [number of ranks, the largest number of tensors of a rank].
         """
-        found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for number, (tensor, ranks) in enumerate(zip(self._tensors, self._replicas, strict=True)):
-            hashes = all_hashes[ranks, number].tolist()
+        tensors_by_ranks: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+        for index, (tensor, ranks) in enumerate(zip(self._tensors, self._replicas, strict=True)):
+            hashes = all_hashes[ranks, index].tolist()
             value, count = Counter(hashes).most_common(1)[0]
             has_majority = 2 * count > len(ranks)
-            odd = [rank for rank, h in zip(ranks, hashes, strict=True) if h != value or not has_majority]
-            if odd:
-                found.setdefault(tuple(odd), []).append(tensor)
-        for ranks_of_odd, tensors in found.items():
-            hold, others = ("hold", "each other") if len(ranks_of_odd) > 1 else ("holds", "the other replicas")
-            who = format_ranks(ranks_of_odd, self._hosts)
+            differing = [rank for rank, h in zip(ranks, hashes, strict=True) if h != value or not has_majority]
+            if differing:
+                tensors_by_ranks.setdefault(tuple(differing), []).append(tensor)
+        for differing_ranks, tensors in tensors_by_ranks.items():
+            who = format_ranks(differing_ranks, self._hosts)
+            hold, others = ("hold", "each other") if len(differing_ranks) > 1 else ("holds", "the other replicas")
             yield f"{who} {hold} a different {describe_tensors(tensors)} than {others}, since {self._last_match}"
 
 

@@ -117,8 +117,8 @@ class StragglerDetector:
         """
         slow: dict[tuple[int, str], tuple[float, float]] = {}
         for rank, times in enumerate(times_ms):
-            first = rank - rank % self._stage_size  # Other stages have different work.
-            others = [ms for other, ms in enumerate(times_ms[first : first + self._stage_size], first) if other != rank]
+            start = rank - rank % self._stage_size  # the first rank of the stage; other stages have different work
+            others = [ms for other, ms in enumerate(times_ms[start : start + self._stage_size], start) if other != rank]
             for part, name in enumerate(TIMER_ORDER):
                 median = statistics.median(ms[part] for ms in others) if others else times[part]
                 if times[part] > MIN_RATIO * median and times[part] - median > MIN_SHARE * step_ms:
