@@ -231,8 +231,11 @@ def cgroup_cpus(root: str = "/") -> float:
 
 
 def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and its parents for a controller ("cpu", "memory"). They may be
-    cgroups of version 1 or 2."""
+    """Yield the folders of this process's cgroup and its parents, of version 1 or 2.
+
+    controller: "cpu" or "memory".
+    root: the root of the file system.
+    """
     groups = Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -244,7 +247,7 @@ def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
 
 
 def require_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if torch.compile cannot work. It needs a C++ compiler on a CPU and Triton on a GPU."""
+    """Raise ValueError if torch.compile cannot work, which needs a C++ compiler on a CPU and Triton on a GPU."""
     if device.type == "cuda":
         require(
             importlib.util.find_spec("triton") is not None,
@@ -266,8 +269,8 @@ def set_cuda_variables(
     them. Raises ValueError if the user has set a workspace of cuBLAS that is not deterministic.
 
     Expandable segments avoid fragmentation of the allocator with tensors of many sizes. With tensor parallelism, an
-    all-reduce and a matrix product become ready at the same time. As in Megatron, one hardware queue starts them in
-    order, and the communication stream has a high priority, so that the product does not occupy all processors first.
+    all-reduce and a matrix product become ready at the same time. With one hardware queue and a high-priority
+    communication stream, as in Megatron, the matrix product does not delay the all-reduce.
 
     deterministic: whether to set the workspace of cuBLAS that `deterministic_algorithms` needs.
     """
@@ -415,9 +418,9 @@ def choose_attention(
     reason; on a CPU, change nothing and return "".
 
     With `auto`, the kernels are measured. On Hopper, torch's default is cuDNN's kernel, which is the fastest without
-    dropout. With dropout it can be several times slower than FlashAttention. With torch's deterministic algorithms, the
-    first kernel that supports the shape is chosen, because measured times differ between runs. torch's math
-    implementation stays enabled for shapes that the kernel does not support.
+    dropout. With dropout, cuDNN's kernel can be several times slower than FlashAttention. With torch's deterministic
+    algorithms, the first kernel that supports the shape is chosen, because measured times differ between runs. torch's
+    math implementation stays enabled for shapes that the kernel does not support.
 
     requested: the value of --attention-backend.
     """

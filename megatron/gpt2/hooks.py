@@ -1,7 +1,7 @@
 """Extensions of training: an extension is a subclass of `Hook`, like a `TrainerCallback` of Hugging Face.
 
 The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. No other file of the
-program imports an extension. `load_hooks` imports it if its flag is given. This extension has three parts:
+program imports an extension. `load_hooks` imports an extension if its flag is given. An example with its three parts:
 
     class Grumbler(Hook):  # a new file, extensions/grumble.py
         def __init__(self, config):
@@ -42,7 +42,7 @@ EXTENSIONS = {
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# This extension has no flag and is loaded if it is installed. Without it, a run does not print its expected memory.
+# The memory plan has no flag and is loaded if it is installed. It computes the expected memory of a run.
 MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")
@@ -57,11 +57,11 @@ class Numerics(NamedTuple):
     """The parts of a run that decide in which order numbers are summed. The defaults are those of a run without hooks.
 
     submodules: the layer, head and loss classes of the model.
-    build_reducer: returns the gradient reducer, after it has set `model.tied_grad_sink` (default:
+    build_reducer: a function that sets `model.tied_grad_sink` and returns the gradient reducer (default:
         `train_state.build_reducer`).
     squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
     contiguous_samples: whether a data-parallel rank reads successive samples of a batch instead of every n-th sample.
-    separate_tied_bucket: whether the tied matrix has a separate bucket. A pipeline always separates it.
+    separate_tied_bucket: whether the tied matrix has a separate bucket, as it always has with a pipeline.
     batch_matrices: whether a GPU orthogonalizes several matrices together (--optimizer muon).
     """
 

@@ -112,7 +112,7 @@ class Arguments:
 
     @cached_property
     def config(self) -> Config:
-        """The validated configuration. `parse` does not validate it, because a checkpoint may change the shape."""
+        """The validated configuration. `parse` does not validate values, because a checkpoint may change the shape."""
         with self._naming_sources():
             return Config.from_dict({section: self._values_of(section) for section in SECTIONS})
 
@@ -132,7 +132,7 @@ class Arguments:
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """The flags of saving and loading. They are needed before `config`, to find the checkpoint."""
+        """The flags of saving and loading, which are needed before `config` to find the checkpoint."""
         return CheckpointConfig(**self._values_of("checkpoint"))
 
     def _values_of(self, section: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Arguments:
 
     @property
     def continues(self) -> bool:
-        """Whether the command line names no model, so that the run of a loaded checkpoint continues."""
+        """Whether the run of a loaded checkpoint continues, because the command line names no model."""
         return self.preset == "quickstart" and "model.num_layers" not in self.given
 
 
@@ -269,7 +269,7 @@ def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_save(values: Mapping[str, Any], preset: str | None) -> str:
-    """Return the default of --save: the --load folder. For --finetune or without --load, it is a new folder."""
+    """Return the default of --save: the --load folder, or a new folder for --finetune or without --load."""
     if load := values.get("checkpoint.load"):
         return load.rstrip("/") + "_finetuned" if values.get("checkpoint.finetune") else load
     if preset:
@@ -287,11 +287,11 @@ def merge_checkpoint(
     saved_iterations: the length of the checkpoint's schedule (default: its train_iters).
 
     Shape and tokenizer: the checkpoint decides them. Flags that give different values raise ValueError, which names
-    all of them in one line. --seq-length may differ from the checkpoint. If neither --seq-length nor --model is given,
-    the checkpoint decides it, too.
+    all of these flags in one line. --seq-length may differ from the checkpoint. If neither --seq-length nor --model is
+    given, the checkpoint decides the sequence length, too.
 
     Other values: without --model or a shape, the run of the checkpoint continues with its data, batch, optimizer, seed
-    and length. With --finetune it continues without its length.
+    and length. --finetune does not take the length of the checkpoint's run.
 
     Schedule: the checkpoint decides it like the shape, except with --finetune or --no-load-optim.
     --override-opt-param-scheduler keeps the schedule of this run. --use-checkpoint-opt-param-scheduler takes that of

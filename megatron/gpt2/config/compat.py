@@ -29,8 +29,8 @@ Fields = dict[str, Any]  # {"section.field": value}
 class CompatRule:
     """The rule for some flags of Megatron or keys of a DeepSpeed file.
 
-    names: {name: whether it takes values, or None if both is allowed}. `--bert-*` stands for all names that begin
-        with `--bert-`.
+    names: {name: whether the flag takes values; None if values are optional}. `--bert-*` stands for all names that
+        begin with `--bert-`.
     accepts: the allowed values; empty if all values are allowed.
     sets: (value, the fields that the command line gives) -> fields; raises ValueError for a bad value.
     unless: the rule does not apply if this flag is given.
@@ -192,7 +192,7 @@ def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
     return int(start) + 1, int(end)
 
 
-GPU_FP16 = "fp16-on-gpu"  # Published commands are for GPUs. On a CPU they use `auto`, because few CPUs compute in fp16.
+GPU_FP16 = "fp16-on-gpu"  # --fp16 of a published command means `auto` on a CPU, because few CPUs compute in fp16.
 NO_STAGE_3 = (
     "every data-parallel rank keeps all weights; stage 2 gives the same losses and shards optimizer and gradients, "
     "--tensor-model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
@@ -666,7 +666,7 @@ DEEPSPEED_RULES = by_name(
         "not implemented; take it out",
     ),
 )
-# The default of these keys is true in DeepSpeed. Their value `false` must therefore not be skipped.
+# The keys whose default is true in DeepSpeed. Their value `false` must not be skipped.
 DEFAULT_TRUE_KEYS = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
 
 
@@ -691,8 +691,8 @@ def apply_rules(
     """Apply `rules` to `read`, {name: value}. Each name must have a rule. Names with the same text share a line.
 
     given: {"section.field": value} of the project's own flags.
-    given_wins: if a rule sets a field to a different value than `given`, keep the value of `given`. Otherwise this is
-        an error.
+    given_wins: if a rule sets a field to a different value than `given`, keep the value of `given`. If False,
+        a different value is an error.
     """
     applied = Applied({}, {}, [], [])
     names_by_text, refusals = (

@@ -120,7 +120,7 @@ def help_of_field(f: dataclasses.Field[Any]) -> str:
 def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
     """Parse the flags of `LaunchConfig`. Return the flags and the remaining words.
 
-    These flags are parsed before all others, because they decide which rank reports a bad flag."""
+    The flags of `LaunchConfig` are parsed first, because they decide which rank reports a bad flag."""
     names = {flag_name(f.name) for f in dataclasses.fields(LaunchConfig)}
     words = [flag if (flag := with_dashes(word)).partition("=")[0] in names else word for word in argv]
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)

@@ -1,9 +1,8 @@
 """The presets of --model, and the file config.json, which every run writes into its --save folder and --config reads.
 
 The keys of a preset are "section.field", and flags override its values. All presets except `quickstart` differ only in
-shape and have the values of Megatron's published 345M example. Their learning rate decays over --train-iters, so that a
-run that is shorter than the 320,000 iterations of the example decays fully, too. `quickstart` is the preset of a run
-without a shape.
+shape and have the values of Megatron's published 345M example. The learning rate decays over --train-iters, also in a
+run that is shorter than the 320,000 iterations of the example. `quickstart` is the preset of a run without a shape.
 """
 
 import contextlib

@@ -77,7 +77,8 @@ def flag_name(key: str) -> str:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Base class of the sections. It checks that each number is in the range of its field; None is always allowed."""
+    """Base class of the sections, which checks that each number is in the range of its field. None is always
+    allowed."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -116,7 +117,7 @@ class ModelConfig(ConfigSection):
             self.hidden_size % self.num_attention_heads == 0,
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
         )
-        # A damaged config.json may have such values, and torch's error for them names no flag.
+        # A damaged config.json may have larger values, for which torch's error would not name the flag.
         for name in ("hidden_size", "ffn_hidden_size", "max_position_embeddings", "vocab_size"):
             width = getattr(self, name)
             require(
@@ -502,7 +503,7 @@ class TrainConfig(ConfigSection):
         """Return the number of iterations after which the shortest length that the flags give is reached.
 
         iteration: the iteration at which the run continues.
-        consumed_samples: the samples that it has read before, possibly in batches of another size.
+        consumed_samples: the samples that the run has read before, possibly in batches of another size.
         """
         lengths = [] if self.train_iters is None else [self.train_iters]
         for samples in (
@@ -588,7 +589,7 @@ class CheckpointConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class LaunchConfig(ConfigSection):
-    """Flags that start the ranks of a run. With torchrun, srun or mpirun they are not needed. Checkpoints do not store
+    """Flags that start the ranks of a run. torchrun, srun and mpirun replace these flags, and checkpoints do not store
     them."""
 
     nproc_per_node: int | None = flag_field(
@@ -755,7 +756,7 @@ class Config:
         return num_model_chunks(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
 
     def layers_of_virtual_stages(self) -> list[range]:
-        """Return the layers of each virtual stage. Raises ValueError if they cannot be divided among the stages."""
+        """Return the layers of each virtual stage. Raises ValueError if the stages cannot share the layers."""
         parallel = self.parallel
         first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
         if (pp := parallel.pipeline_model_parallel_size) == 1:
@@ -774,8 +775,8 @@ class Config:
         )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size of a run with `world_size` ranks. Raises ValueError if it is not a whole
-        number."""
+        """Return the data-parallel size of a run with `world_size` ranks. Raises ValueError if `world_size` is not
+        divisible by tensor- and pipeline-parallel size."""
         size, pipeline_size = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         stages = f" × --pipeline-model-parallel-size {pipeline_size}" if pipeline_size > 1 else ""
         require(

@@ -5,8 +5,8 @@ thread to the store. One rank per machine prints a line with all locations. The 
 gloo a collective that times out raises an error. NCCL's kernels wait without an error, so with NCCL a training step
 that takes longer than the timeout counts as a hang.
 
-torch's flight recorder names the rank that is late, but not the line of the program. It is only used for NCCL, because
-Python does not see in which kernel a GPU waits.
+torch's flight recorder names the rank that is late, but not the line of the program. The recorder is only used for
+NCCL, because Python does not see in which kernel a GPU waits.
 """
 
 import json
@@ -46,7 +46,7 @@ SOURCE_FOLDERS = ("mpu/", "data_utils/", "megatron/")
 WAITING_CALL = re.compile(r"\.(wait|synchronize|item|tolist)\(")
 # gloo writes "Timed out waiting 6000ms" or "Application timeout caused".
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-PEER_FAILURE_SECONDS = 0.5  # If a rank times out, the connections of other ranks to it fail within this time.
+PEER_FAILURE_SECONDS = 0.5  # Within this time, the connections of other ranks to a rank that has timed out fail.
 
 Frames = Sequence[tuple[FrameType, int]]  # stack frames with their line numbers, the innermost one last
 

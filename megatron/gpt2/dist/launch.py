@@ -31,7 +31,7 @@ Environment = Mapping[str, str]
 # The step ids of Slurm's special steps (interactive, batch, extern …) count down from here. Those of `srun` count up
 # from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# The open files of a process, and in addition those for each rank: gloo connects two ranks once for each group.
+# The open files of a process, and the additional connections for each rank: gloo connects two ranks once per group.
 OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8
 DEFAULT_PORT = "29500"  # as in torchrun
 # Variables of torchrun, Open MPI, and PMI (MPICH, Intel MPI …): rank, world size, local rank, local world size
@@ -247,8 +247,8 @@ def _job_port(environ: Environment) -> str:
 
 
 def _first_slurm_host(environ: Environment) -> str:
-    """Return the first host of Slurm's list, or "" without a list. It is rack1n01 for "rack[1-2]n[01-02],login".
-    Slurm's own tool for such lists, scontrol, may not be installed."""
+    """Return the first host of Slurm's list, or "" without a list. The first host of "rack[1-2]n[01-02],login" is
+    rack1n01. Slurm's own tool for such lists, scontrol, may not be installed."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     text = next((environ[name] for name in names if environ.get(name)), "")
     first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # The text up to the first comma outside brackets

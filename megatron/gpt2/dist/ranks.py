@@ -42,7 +42,7 @@ LostRanks = Mapping[int, float | None]
 class MissingRanksError(ValueError):
     """Raised if some ranks did not join.
 
-    exit_code: the exit code of the process. With --elastic the program sets it to 1, so that launchers try again.
+    exit_code: the exit code of the process. The program sets 1 with --elastic, so that launchers try again.
     """
 
     cause = "missing ranks"  # the name of this error in the incident log
@@ -160,7 +160,7 @@ class Heartbeat(threading.Thread):
         """After a collective has failed, wait for the next heartbeats and return the lost ranks, if any.
 
         The first rank that notices lost ranks publishes them in the store, and the other ranks return the published
-        ranks. So they do not report a rank that exits because of a lost rank.
+        ranks. Otherwise they would also report ranks that exit because of a lost rank.
         """
         self.reads_all = True
         # At the end of this loop, a rank that has just died has been silent for LOST_TIMEOUT. The loop ends earlier if

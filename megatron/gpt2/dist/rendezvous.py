@@ -7,9 +7,9 @@
 
 The rendezvous of torch has these defects:
 
-- If ranks are missing, it prints how many, but not which.
+- If ranks are missing, torch prints their number, but not which ranks are missing.
 - If two processes have the same rank or different world sizes, all ranks wait until a timeout or forever.
-- If rank 0 does not answer, it prints 30 lines of C++ frames.
+- If rank 0 does not answer, torch prints 30 lines of C++ frames.
 - With a file:// store that a killed run has left, one rank fails and the other ranks hang.
 """
 
@@ -122,8 +122,8 @@ def start_store_server(host: str, port: int) -> TCPStore:
     """Serve a store on `port` (0: any free port) over IPv4. If `host` has an IPv6 address, serve it over IPv6, too.
     Raises ValueError if the port is in use.
 
-    torch's own server always uses both and looks up the name of each client. With a slow DNS server, this made four
-    ranks need 5.6 s instead of 0.5 s to join, because /etc/hosts has no IPv4 clients of an IPv6 socket.
+    torch's own server always uses both protocols and looks up the name of each client, which is not in /etc/hosts for
+    IPv4 clients of an IPv6 socket. With a slow DNS server, four ranks needed 5.6 s instead of 0.5 s to join.
     """
     families: set[int] = set()
     with contextlib.suppress(OSError):
@@ -310,7 +310,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.device, timeout_minutes: float) -> None:
-    """Create torch's process group, if the run has several ranks. It waits for other ranks without a time limit.
+    """Create torch's process group, if the run has several ranks. Wait for other ranks without a time limit.
 
     backend: the result of `device.choose_backend`.
     timeout_minutes: the time limit of a collective. torch's default is 30 minutes.

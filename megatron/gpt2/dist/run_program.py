@@ -259,7 +259,7 @@ class NodeAgent(LocalElasticAgent):
             "ranks",
             store,
             C10dRendezvousBackend(TimedStore(store, launch.timeout), "ranks"),  # type: ignore[arg-type]
-            1,  # A round starts with any number of machines, so that they can name the missing ones.
+            1,  # A round starts with any number of machines. `_rendezvous` names the missing machines.
             launch.world_size // launch.ranks_to_start,
             f"{launch.rank // launch.ranks_to_start:05}",  # torch orders machines by name.
             RendezvousTimeout(
@@ -341,7 +341,7 @@ class NodeAgent(LocalElasticAgent):
         return super()._monitor_workers(group)
 
     def _monitor_workers(self, group: WorkerGroup) -> RunResult:
-        """Return torch's result for the ranks. If they have failed, decide whether to restart them."""
+        """Return torch's result for the ranks. If a rank has failed, decide whether to restart all ranks."""
         result = self._poll_ranks(group)
         if result.is_failed() and self._failed is not None:
             ended = zip(group.workers, self._processes(), strict=True)
@@ -360,7 +360,7 @@ class NodeAgent(LocalElasticAgent):
         super()._stop_workers(group)
 
     def _should_restart(self, first: int, codes: dict[int, int]) -> bool:
-        """Record and print how the ranks ended. Return whether they are restarted.
+        """Record and print how the ranks ended. Return whether the ranks are restarted.
 
         first: the rank that failed first.
         codes: {rank: exit code, or -N if signal N ended the rank}.

@@ -32,8 +32,9 @@ _REASON_OF = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "Ctrl-C",
 }
-# A repeated signal within this time is ignored. Slurm sends SIGTERM to the launcher and to its ranks, and the launcher
-# forwards it to them. A repeated Ctrl-C always counts, because a user presses it on purpose.
+# {signal: seconds within which its repetition is ignored}. Slurm sends SIGTERM to the launcher and to the ranks, and
+# the launcher forwards SIGTERM to the ranks. A repeated Ctrl-C always counts, because a user presses the keys on
+# purpose.
 REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGHUP: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
 
@@ -138,7 +139,7 @@ class StopSignal:
         """Return the reason to stop now, or "". All ranks must call this method once per step, and all get the same
         result.
 
-        reason: a reason of this rank to stop, in addition to signals. It may differ between ranks.
+        reason: a reason to stop of this rank only, in addition to signals, or "".
         """
         own_reason = max(self._requested, _REASONS.index(reason))
         if self._group is None:
@@ -160,6 +161,6 @@ class StopSignal:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous signal handlers without waiting for the last all-reduce. After an error, other ranks may
-        not have started it."""
+        """Restore the previous signal handlers without waiting for the last all-reduce, which other ranks may not have
+        started after an error."""
         self._signals.close()

@@ -1,7 +1,4 @@
-"""`--eval-tasks`: scores local benchmark files while a run trains, in any layout.
-
-The scorer is that of tools/evaluate_gpt2.py.
-"""
+"""`--eval-tasks`: scores local benchmark files while a run trains, in any layout, as tools/evaluate_gpt2.py does."""
 
 from pathlib import Path
 
@@ -17,14 +14,14 @@ NAMES = ("hellaswag", "lambada")
 
 
 class EvalTasks(Hook):
-    """Scores each file at each evaluation, and logs the accuracy."""
+    """Scores the file of each task at each evaluation, and logs the accuracy."""
 
     def __init__(self, config: Config) -> None:
         self._names = [name for text in config.train.eval_tasks for name in text.split(",")]
         self._folder, self._tasks = config.train.eval_tasks_folder, dict[str, EvaluationTask]()
 
     def validate(self, config: Config, device: torch.device) -> None:
-        """Raise ValueError if a name is unknown, or FileNotFoundError if it has no file."""
+        """Raise ValueError if --eval-tasks has an unknown name, or FileNotFoundError if a task has no file."""
         if unknown := [name for name in self._names if name not in NAMES]:
             raise ValueError(f"--eval-tasks {unknown[0]}: one of {', '.join(NAMES)}")
         if self._folder is None:

@@ -24,7 +24,7 @@ from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train.trainer import Trainer
 
-ROW = 64  # Each parameter, and each part that a rank's optimizer updates, starts at a multiple of this.
+ROW = 64  # Parameters, and the parts that a rank's optimizer updates, start at multiples of 64 elements.
 
 ElementRanges = Sequence[tuple[int, int]]  # the (start, stop) of each range of elements
 
@@ -63,9 +63,8 @@ class ReplicaCheck(Hook):
             self._hashes_after_update = self.hashes()
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Compare the state with its hashes after the last update, if it was hashed then. The method waits for the
-        device. Raises StateCorrupted on every rank if the state of any rank has changed or differs from its
-        replicas."""
+        """Compare the state with its hashes after the last update, if these exist. The method waits for the device.
+        Raises StateCorrupted on every rank if the state of any rank has changed or differs from its replicas."""
         if self._hashes_after_update is not None:
             self._verify()
             self._hashes_after_update = None
