@@ -336,5 +336,4 @@ def test_ranks_to_start(flags: str, gpus: int, starts: int, monkeypatch: pytest.
 def test_ranks_to_start_on_several_machines() -> None:
     found = launch({"MASTER_ADDR": "a"}, "--nproc-per-node 4 --nnodes 3 --node-rank 1")
     assert (found.ranks_to_start, found.rank, found.world_size, found.init_method) == (4, 4, 12, "tcp://a:29500")
-    found = launch({}, "--nproc-per-node 1 --nnodes 3 --node-rank 1 --init-method file:///m")
-    assert (found.ranks_to_start, found.rank, found.local, found.init_method) == (0, 1, (0, 1), "file:///m")
+    assert launch({}, "--nproc-per-node 1 --nnodes 3 --init-method file:///m").local == (0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,6 @@ from torch import Tensor
 import mpu
 from data_utils.command_line import Log
 from megatron.gpt2 import device as devices
-from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.ranks import RankInfo
@@ -30,16 +30,7 @@ SMALL = (
 ).split()
 
 # The model of the flags in SMALL, for tests without a training run
-SHAPE = ModelConfig(
-    num_layers=2,
-    hidden_size=128,
-    num_attention_heads=4,
-    max_position_embeddings=32,
-    vocab_size=97,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    make_vocab_size_divisible_by=8,
-)
+SHAPE = replace(parse(SMALL).config.model, vocab_size=97)
 
 
 def write_text(folder: Path, words: int = 6000) -> Path:
