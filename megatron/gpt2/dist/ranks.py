@@ -163,8 +163,8 @@ class Heartbeat(threading.Thread):
         ranks. Otherwise they would also report ranks that exit because of a lost rank.
         """
         self.reads_all = True
-        # At the end of this loop, a rank that has just died has been silent for LOST_TIMEOUT. The loop ends earlier if
-        # a rank has been silent for longer, because this rank is the cause.
+        # Wait until a rank that has just died has been silent for LOST_TIMEOUT. If a rank has been silent for longer, this
+        # rank is the cause, and the wait ends.
         end = time.monotonic() + LOST_TIMEOUT + HEARTBEAT_INTERVAL
         while (
             time.monotonic() < end

@@ -153,8 +153,8 @@ class IterationLogger:
         self._skipped, self._time = skipped, now
 
     def log_if_due(self) -> int:
-        """Write a log line if one is due. Return how many steps in a row were skipped. This number is equal on all
-        ranks. It may be READ_DELAY steps old, because no rank waits for its device."""
+        """Write a log line if one is due. Return how many steps in a row were skipped, which is equal on all ranks.
+        The result may be READ_DELAY steps old, because no rank waits for its device."""
         trainer, optimizer, iteration = self._trainer, self._trainer.state.optimizer, self._trainer.progress.iteration
         in_a_row = self._skipped_in_a_row(optimizer.skipped_in_a_row)
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:

@@ -26,8 +26,8 @@ Observer = Callable[[str, str, Any], None]  # (phase, name, tensor); an object t
 
 def find_first_not_finite(trainer: Trainer) -> str:
     """Run forward and backward of the last step again. Return a text that names the first tensor that is not finite, or
-    "" if all tensors are finite. Every rank must call this function. It writes norms and sample indices of this rank
-    into a file in the folder of the incident log."""
+    "" if all tensors are finite. Every rank must call this function, which also writes the rank's norms and
+    sample indices into a file in the folder of the incident log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
     seen: list[tuple[str, str]] = []  # names of tensors, in the order of the step

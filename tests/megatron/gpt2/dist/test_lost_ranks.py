@@ -94,7 +94,7 @@ def stop_after_a_save(folder: Path) -> None:
             wait_until((folder / "go").exists)
         return write_safetensors(path, file, *rest)
 
-    # A rank that waits this long for the lost rank fails the test.
+    # If rank 0 waits 60 s for the lost rank, the test fails.
     mock.patch.object(ranks, "LEAVE_TIMEOUT", 60.0).start()
     mock.patch.object(writer, "write_safetensors", write_late).start()
     plant(Fault(stop_later, rank=1, step=2))
