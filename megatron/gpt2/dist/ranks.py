@@ -163,8 +163,8 @@ class Heartbeat(threading.Thread):
         ranks. Otherwise they would also report ranks that exit because of a lost rank.
         """
         self.reads_all = True
-        # Wait until a rank that has just died has been silent for LOST_TIMEOUT. If a rank has been silent for longer, this
-        # rank is the cause, and the wait ends.
+        # Wait until a rank that has just died has been silent for LOST_TIMEOUT. If a rank has been silent for longer,
+        # this rank is the cause, and the wait ends.
         end = time.monotonic() + LOST_TIMEOUT + HEARTBEAT_INTERVAL
         while (
             time.monotonic() < end
