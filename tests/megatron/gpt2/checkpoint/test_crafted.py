@@ -98,17 +98,6 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
     (folder / MANIFEST).write_bytes(checksummed_lines(manifest))
 
 
-def test_names_of_earlier_versions(oldest: Path) -> None:
-    """Earlier versions had other names for the tensor- and pipeline-parallel sizes and for the warm-up."""
-    old, new = {"model_parallel_size": 4}, {"tensor_model_parallel_size": 4}
-    config: dict[str, dict[str, Any]] = {"parallel": old, "optimizer": {"warmup": 0.5}}
-    change(oldest, ("facts layout", old | {"pipeline_parallel_size": 2}), ("facts config", config))
-    metadata = NativeCheckpoint(oldest).metadata
-    assert metadata["layout"] == new | {"pipeline_model_parallel_size": 2}
-    assert metadata["config"] == {"parallel": new, "optimizer": {"lr_warmup_fraction": 0.5}}
-    assert Config.from_dict(config).parallel.tensor_model_parallel_size == 4
-
-
 # The tables and the manifest that a program of version 2 wrote for the files of `written`.
 OLD_TABLES = [
     '{"files": 1, "tensors": {"x": ["F32", [8, 6], 0, 4, 24]}}\n'
@@ -134,15 +123,18 @@ def test_version_2(newest: Path) -> None:
     shutil.rmtree(newest / "tables")
     (newest / "boxes").mkdir()
     for rank, table in enumerate(OLD_TABLES):
-        (newest / table_path(rank, version=2)).write_text(table)
+        (newest / f"boxes/rank_0000{rank}.jsonl").write_text(table)
     (newest / MANIFEST).write_text(OLD_MANIFEST)
     checkpoint = NativeCheckpoint(newest)
     assert torch.equal(checkpoint.read("x"), WHOLE) and checkpoint.verify() == ""
     assert checkpoint.metadata == {"optimizer": {"num_updates": 1}}
 
 
-def refused(folder: Path) -> str:
-    """Open, hash and read the checkpoint as a load does. Return the line of the error."""
+def refused(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -> str:
+    """Change the manifest if there are `changes`. Open, hash and read the checkpoint as a load does. Return the line of
+    the error."""
+    if changes:
+        change(folder, *changes, base=base)
 
     def read() -> None:
         checkpoint = find_checkpoint(folder.parent, log=lambda line: None)
@@ -152,38 +144,24 @@ def refused(folder: Path) -> str:
     return refusal(read, 40_000_000, str(folder))
 
 
-@pytest.mark.parametrize("version", ["newest", "oldest"])
-def test_the_checkpoint_is_good_before(request: pytest.FixtureRequest, version: str) -> None:
-    folder = request.getfixturevalue(version)
-    change(folder)
-    assert torch.equal(NativeCheckpoint(folder).read("x"), WHOLE)
-    assert NativeCheckpoint(folder).verify() == ""
-
-
 # ------------------------------------------------------------------------------------------- manifests as text
 
 
-def text(tensors: str = "", files: str = "", more: str = "") -> str:
-    return (
-        f'{{"version": 1, "iteration": 1, "facts": {{}}, "tensors": {{{tensors}}}, "files": {{{files}}}, '
-        f'{more}"sha256": "'
-    )
+def text(tensors: str = "", more: str = "") -> str:
+    return f'{{"version": 1, "iteration": 1, "facts": {{}}, "tensors": {{{tensors}}}, "files": {{}}, {more}"sha256": "'
 
 
-EMPTY, LONG = '{"dtype": "F32", "shape": [0]}', "x" * 10_000_000
 TEXTS: list[Callable[[], str]] = [  # Some have megabytes, so each is built only when a test uses it.
-    lambda: "",  # nothing
-    lambda: "[" + text(),  # a list
-    lambda: text(more='"x": ' + "[" * 100_000),  # nested lists
+    lambda: "",
+    lambda: "[" + text(),
+    lambda: text(more='"x": ' + "[" * 100_000),
     lambda: text(more='"iteration": 1, '),  # a second key
-    lambda: text(f'"x": {EMPTY}, "x": {EMPTY}'),  # a second tensor
     lambda: text('"\\ud800": 0'),  # a lone surrogate
     lambda: text().replace("1", "1" * 100_000, 1),  # a number of many digits
     lambda: text('"a\\nb\\rc": {"dtype": "F32", "shape": [1]}'),  # lines in a name
-    lambda: text(f'"{LONG}": {{"dtype": "F32", "shape": [1]}}'),  # a long name
-    lambda: text(f'"x": {{"dtype": "F32", "shape": [{"1," * 5_000_000}1]}}'),  # many dimensions
-    lambda: text(f'"x": {{"dtype": "F32", "shape": [{f"{10**4000}," * 3000}1]}}'),  # great dimensions
-    lambda: " " * (17 << 20),  # white space
+    lambda: text(f'"{"x" * 10_000_000}": {{"dtype": "F32", "shape": [1]}}'),  # a long name
+    lambda: text(f'"x": {{"dtype": "F32", "shape": [{f"{10**4000}," * 3000}1]}}'),  # many long dimensions
+    lambda: " " * (17 << 20),
 ]
 
 
@@ -210,8 +188,7 @@ def test_values_of_another_type(
     true = contents(folder)
     for way in ways:
         for value in values:
-            change(folder, (way, value), base=true)
-            refused(folder)
+            refused(folder, (way, value), base=true)
 
 
 def slices(*found: tuple[list[int], list[int]]) -> Change:
@@ -219,59 +196,34 @@ def slices(*found: tuple[list[int], list[int]]) -> Change:
 
 
 SLICES: list[list[Change]] = [
-    # a gap
-    [slices(([0, 0], [3, 6]))],
-    # an overlap
-    [slices(([1, 0], [4, 6]))],
-    # the right number of entries
-    [slices(([0, 0], [3, 6]), ([2, 0], [1, 6]))],
-    # outside
-    [slices(([5, 0], [4, 6]))],
-    # greater than the file
-    [slices(([0, 0], [1 << 61, 6]))],
+    [slices(([0, 0], [3, 6]))],  # a gap
+    [slices(([1, 0], [4, 6]))],  # an overlap with the other file
+    [slices(([0, 0], [3, 6]), ([2, 0], [1, 6]))],  # a gap and an overlap of equal size
+    [slices(([5, 0], [4, 6]))],  # outside
     # greater than any file
     [slices(([0, 0], [1 << 61, 1 << 61])), ("tensors x shape", [(1 << 61) + 4, 1 << 61])],
-    # empty
-    [slices(([0, 0], [4, 6]), ([4, 0], [0, 6]))],
-    # one dimension
-    [slices(([0], [24]))],
-    # none
-    [slices()],
-    # many
+    [slices(([0, 0], [4, 6]), ([4, 0], [0, 6]))],  # empty
+    [slices(([0], [24]))],  # one dimension
     [slices(*(([0, i], [1, 1]) for i in range(30_000))), ("tensors x shape", [1, 30_000])],
-    # a shape of 2^120 entries
     [("tensors x shape", [1 << 60, 1 << 60])],
-    # a shape of none
-    [("tensors x shape", [0, 0])],
-    # other dtype
-    [("tensors x dtype", "I32")],
-    # larger dtype
     [("tensors x dtype", "F64")],
-    # a slice of a stranger
-    [(f"{FILE} boxes y", {"offset": [0], "shape": [1]})],
-    # a tensor without a slice
-    [("tensors y", {"dtype": "F32", "shape": [4]})],
-    # three dimensions
+    [(f"{FILE} boxes y", {"offset": [0], "shape": [1]})],  # of an unknown tensor
+    [("tensors y", {"dtype": "F32", "shape": [4]})],  # a tensor without a slice
     [("tensors x shape", [8, 6, 1]), slices(([0, 0, 0], [4, 6, 1]))],
     # more than the file holds
-    [
-        ("tensors y", {"dtype": "U8", "shape": [1000]}),
-        (f"{FILE} boxes y", {"offset": [0], "shape": [1000]}),
-    ],
-    # a version of nobody
+    [("tensors y", {"dtype": "U8", "shape": [1000]}), (f"{FILE} boxes y", {"offset": [0], "shape": [1000]})],
     [("version", 0)],
-    # another iteration
     [("iteration", 2)],
-    # facts in a list
     [("facts", [{}] * 1_000_000)],
 ]
 
 
 def test_texts_and_slices(oldest: Path) -> None:
     true = contents(oldest)
+    change(oldest)
+    assert torch.equal(NativeCheckpoint(oldest).read("x"), WHOLE), "accepted without a change"
     for changes in SLICES:
-        change(oldest, *changes, base=true)
-        refused(oldest)
+        refused(oldest, *changes, base=true)
     for text in TEXTS:
         (oldest / MANIFEST).write_bytes(append_checksum(text().encode()))
         refused(oldest)
@@ -291,8 +243,7 @@ def test_paths_elsewhere(oldest: Path) -> None:
     true = contents(oldest)
     info = true["files"].pop(FILES[0])
     for path in (*PATHS, "", "mp_rank_00/model.safetensors\n", "mp_rank_00/mo\0del.safetensors"):
-        change(oldest, ("files", {path: info, **true["files"]}), base=true)
-        assert "names the file" in refused(oldest), path
+        assert "names the file" in refused(oldest, ("files", {path: info, **true["files"]}), base=true), path
 
 
 # ------------------------------------------------------------------------------------------------------ tables
@@ -301,26 +252,20 @@ def test_paths_elsewhere(oldest: Path) -> None:
 def test_tables_elsewhere(newest: Path) -> None:
     true = contents(newest)
     for path in (*TABLE_PATHS, "tables/rank_00000.jsonl\n"):
-        change(newest, ("tables", {path: {"bytes": 1, "sha256": "", "files": 1}}), base=true)
-        assert "names the file" in refused(newest), path
+        listed = {path: {"bytes": 1, "sha256": "", "files": 1}}
+        assert "names the file" in refused(newest, ("tables", listed), base=true), path
 
 
 SAID: list[list[Change]] = [
     [("table_ranges 0 1 0", 0)],
-    [("table_ranges 0 0 3", 23)],
     [("table_ranges 0 0 2", 5)],
     [("table_ranges 0", [[0, 0, 4, 23], [1, 4, 8, 25]])],
-    [("table_ranges 0", [[0, 0, 8, 48]])],
     [("table_ranges 0 0", [0, 0, 4])],
-    [("table_ranges", GONE)],
     [("tensors x table_ranges", 1)],
-    [("tensors x table_ranges", GONE)],
     [("tensors y", {"dtype": "F32", "shape": [8, 6], "table_ranges": 0})],
     [("tables", {})],
     [(f"{TABLE} sha256", "0" * 64)],
-    [(f"{TABLE} bytes", 10)],
     [(f"{TABLE} bytes", 1 << 40)],
-    [("tensors x shape", [1 << 30, 1 << 30]), ("table_ranges 0", [[0, 0, 1 << 30, 1 << 60]])],
     [("table_ranges", [[[0, 0, 4, 24], [1, 4, 8, 24]], [[i, 0, 1, 1] for i in range(100_000)]])],
 ]
 
@@ -328,13 +273,9 @@ SAID: list[list[Change]] = [
 def test_what_a_manifest_says_of_tables(newest: Path) -> None:
     true = contents(newest)
     for changes in SAID:
-        change(newest, *changes, base=true)
-        refused(newest)
-    change(newest, ("version", 4), base=true)
-    assert (
-        f"{newest / MANIFEST}: format version 4 is newer than 3, the newest that this program reads: update the "
-        "program" in refused(newest)
-    )
+        refused(newest, *changes, base=true)
+    said = "format version 4 is newer than 3, the newest that this program reads: update the program"
+    assert f"{newest / MANIFEST}: {said}" in refused(newest, ("version", 4), base=true)
 
 
 def put_table(folder: Path, data: bytes, rank: int = 0) -> None:
@@ -344,18 +285,17 @@ def put_table(folder: Path, data: bytes, rank: int = 0) -> None:
     change(folder, (f"tables {table_path(rank)}", info))
 
 
-SECOND_LINES = [b"", b"[]", b"null", b"[" * 100_000, b'{"x":' * 100_000, b" " * (17 << 20), b'{"a": 1, "a": 1}']
+SECOND_LINES = [b"", b"[]", b"[" * 100_000, b" " * (17 << 20), b'{"a": 1, "a": 1}']
 
 
 def test_tables_of_other_things(newest: Path) -> None:
     own = (newest / table_path(0)).read_bytes()
-    for data in (b"", b"\n", b"{}", b"\x80\x04cposix\nsystem\n.", *(b"{}\n" + line for line in SECOND_LINES)):
+    for data in (b"", b"\x80\x04cposix\nsystem\n.", *(b"{}\n" + line for line in SECOND_LINES)):
         put_table(newest, data)
         refused(newest)
     put_table(newest, own)
     put_table(newest, own, rank=1)
-    change(newest, ("table_ranges 0", [[0, 0, 4, 24], [1, 0, 4, 24]]))
-    refused(newest)
+    refused(newest, ("table_ranges 0", [[0, 0, 4, 24], [1, 0, 4, 24]]))
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -363,12 +303,7 @@ def test_tables_of_other_things(newest: Path) -> None:
 IN_PLACE: list[Callable[[Path], Any]] = [
     os.mkfifo,
     Path.mkdir,
-    lambda path: path.symlink_to("/dev/zero"),
-    lambda path: path.symlink_to("/dev/null"),
-    lambda path: path.symlink_to(path.name),
-    lambda path: path.symlink_to("nowhere"),
-    lambda path: path.symlink_to("/proc/self/status"),
-    lambda path: path.symlink_to(__file__),
+    *(lambda path, target=target: path.symlink_to(target) for target in ("/dev/zero", "nowhere", __file__)),
     lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40),
 ]
 
@@ -383,32 +318,21 @@ def test_what_is_no_file(newest: Path, file: str) -> None:
         (newest / file).rmdir() if make is Path.mkdir else (newest / file).unlink()
 
 
-def put_first_file(folder: Path, data: bytes) -> None:
-    """Write the first file, and put its sha256 and size into the manifest."""
-    (folder / FILES[0]).write_bytes(data)
-    change(folder, (f"{FILE} bytes", len(data)), (f"{FILE} sha256", hashlib.sha256(data).hexdigest()))
-
-
 def headers(header: bytes) -> Iterator[bytes]:
     """Return changed safetensors headers, with the bytes before them."""
     entry = header[header.index(b'"x"') : header.rindex(b"}")]
     for old, new in [
         (b"F32", b"I32"),
         (b"[4,6]", b"[6,4]"),
-        (b'"x"', b'"y"'),
-        (b"[0,96]", b"[0,95]"),
-        (b"[0,96]", b"[0,1152921504606846976]"),
         (b"mp_rank_00", b"mp_rank_01"),
         (b'"iteration":"1"', b'"iteration":"2"'),
         (entry, entry + b"," + entry),
-        (entry, entry + b"," + entry.replace(b'"x"', b'"z"')),
     ]:
         changed = header.replace(old, new)
         yield len(changed).to_bytes(8, "little") + changed
-    for changed in (b"", b"{}", b"null", pickle.dumps(header), header + b" ", b" " * (17 << 20)):
+    for changed in (b"", pickle.dumps(header), header + b" ", b" " * (17 << 20)):
         yield len(changed).to_bytes(8, "little") + changed
-    for size in (1 << 60, (1 << 64) - 1):
-        yield size.to_bytes(8, "little") + header
+    yield b"\xff" * 8 + header
 
 
 def test_headers_that_disagree(oldest: Path) -> None:
@@ -416,8 +340,10 @@ def test_headers_that_disagree(oldest: Path) -> None:
     end = 8 + int.from_bytes(data[:8], "little")
     for header in headers(data[8:end]):
         assert header != data[:end]
-        put_first_file(oldest, header + data[end:])
-        refused(oldest)
+        changed = header + data[end:]
+        (oldest / FILES[0]).write_bytes(changed)
+        sha256 = hashlib.sha256(changed).hexdigest()
+        refused(oldest, (f"{FILE} bytes", len(changed)), (f"{FILE} sha256", sha256))
 
 
 # ------------------------------------------------------------------------------------------------------- metadata
@@ -427,27 +353,17 @@ GREAT, MODEL = 1 << 40, "config model"
 PLACES: dict[str, list[Any]] = {
     "config": [{}],
     MODEL: [{}],
-    "config optimizer": [],
     "config data train_data": ["x", [1]],
-    "config optimizer lr": [],
     "config train seed": [1.0],
-    **dict.fromkeys(
-        (
-            f"{MODEL} {name}"
-            for name in ("num_layers", "hidden_size", "max_position_embeddings", "make_vocab_size_divisible_by")
-        ),
-        [0, -1, GREAT, 10**400, 1.0],
-    ),
+    **{f"{MODEL} {name}": [0, -1, GREAT, 10**400, 1.0] for name in ("num_layers", "make_vocab_size_divisible_by")},
     f"{MODEL} num_attention_heads": [0, 3, GREAT],
     f"{MODEL} gelu": [],
     "vocab_size": [0, 7, GREAT],
-    **dict.fromkeys(("iteration", "train_iters", "consumed_samples", "global_batch_size"), [-1, 1.0, 1 << 62]),
+    "consumed_samples": [-1, 1.0, 1 << 62],
     "tokenizer": [{}],
     "tokenizer fingerprint": [3],
     "optimizer": [{}],
-    **dict.fromkeys(
-        (f"optimizer {name}" for name in ("num_updates", "skipped_steps", "adam_steps")), [-1, 1.0, 1 << 62]
-    ),
+    "optimizer adam_steps": [-1, 1.0, 1 << 62],
     "optimizer loss_scaler": [{"scale": "1"}, {"scale": None}],
 }
 
@@ -468,11 +384,10 @@ def with_metadata(trained: NativeCheckpoint, metadata: dict[str, Any]) -> Any:
     return SimpleNamespace(path=trained.path, tensors=trained.tensors, metadata=metadata)
 
 
-def test_a_run_wrote_what_is_asked_for(trained: NativeCheckpoint) -> None:
-    assert check_metadata(trained) == ModelConfig(**trained.metadata["config"]["model"])
+def test_names_of_a_later_version_are_ignored(trained: NativeCheckpoint) -> None:
     known = copy.deepcopy(trained.metadata)
     known["config"]["model"]["of a later version"] = known["config"]["later"] = {}
-    assert check_metadata(with_metadata(trained, known)) == check_metadata(trained)
+    assert check_metadata(with_metadata(trained, known)) == ModelConfig(**trained.metadata["config"]["model"])
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from tests.megatron.gpt2.formats.sample_checkpoints import (
     changed,
@@ -110,7 +110,7 @@ def legacy_of(instructions: bytes, keys: object, after: bytes, folder: Path) -> 
 MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
 SYSTEM = pickle.dumps({"protocol_version": 1001, "little_endian": True, "type_sizes": {}}, 2)
 FOUR = struct.pack("<q", 4) + b"\0" * 16
-DEEP, HUGE = 80_000, struct.pack("<Q", 1 << 60)
+DEEP = 80_000
 LONG = b"\x8a\x08" + struct.pack("<q", 1 << 45)
 # The object has 2**60 leaves.
 DOUBLED = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
@@ -118,11 +118,8 @@ SIZE, INDEX = named("torch.Size"), named("torch.distributed.checkpoint.metadata.
 SAID = {"n_layer": 1, "n_embd": 8, "n_head": 1, "block_size": 8, "vocab_size": 9}
 # The data are valid, but not a checkpoint.
 WELL_FORMED = {
-    "nested deeply": b"]" * DEEP + b"a" * (DEEP - 1),
-    "nested deeply in dictionaries": b"}" + b"K\x01}" * DEEP + b"s" * DEEP,
+    "nested deeply": b"}" + b"K\x01}" * DEEP + b"s" * DEEP,
     "a deep state": (SIZE + b")\x81") * 30_000 + b"b" * 29_999,
-    "a state for a number": b"K\x01K\x02b",
-    "protocol 4": pickle.dumps({"model": 1}, 4)[2:-1],
     "a number instead of a checkpoint": b"K\x07",
     "weights that are numbers": pickle.dumps({"model": {"wte": 1}, "model_args": SAID}, 2)[2:-1],
     "sizes that take years to print": b"}(" + text("model") + b"}" + text("model_args") + b"}(" + text("n_layer")
@@ -139,41 +136,25 @@ IN_BOTH = {  # The containers are zip and legacy.
 STREAMS = IN_BOTH | {
     "a dictionary's key nested deeply": b"}" + b")" + b"\x85" * DEEP + b"Ns",
     "a class's key that takes years to hash": b"}" + SIZE + DOUBLED + b"\x85R\x94h\xffNs",
-    "a bytearray of 2**60 bytes": b"\x96" + HUGE,
-    "a string that is no UTF-8": b"X" + struct.pack("<I", 2) + b"\xff\xfe",
+    "a bytearray of 2**60 bytes": b"\x96" + struct.pack("<Q", 1 << 60),
     "an empty stack": b"a",
-    "nothing to keep": b"\x94",
     "nothing that was kept": b"h\x07",
     "kept under a large number": b"Nr\xff\xff\xff\x7f",
-    "no mark": b"t",
-    "an unknown instruction": b"\xff",
-    "keyword arguments": SIZE + b")}\x92",
-    "a global without an end": b"c" + b"a" * 1000,
-    "a name of numbers": b"K\x01K\x02\x93",
     "a name of long strings": (b"X" + struct.pack("<I", 10**6) + b"a" * 10**6) * 2 + b"\x93",
-    "items for a number": b"K\x01K\x02a",
     "items for a tuple": b")K\x02K\x03s",
     "a key twice": b"}(" + (text("a") + b"N") * 2 + b"u",
-    "an odd number of items": b"}(" + text("a") * 3 + b"u",
-    "a list as a key": b"}]Ns",
     "a call of a number": b"K\x01)R",
-    "a call of a tensor": tensor(storage()) + b")R",
     "a name too often": SIZE * 600_000,
     "too many names": b"".join(named(f"numpy.dtypes.N{i}DType") for i in range(100_000)),
     "copies of a long list": b"](" + b"N" * 50_000 + b"eq\x00" + (b"cbuiltins\nset\nh\x00\x85R") * 50_000 + b"a",
     "a storage of an unknown type": tensor(storage("Quint8")),
     "a storage that is missing": tensor(storage(key=text("7"))),
     "a storage larger than its record": tensor(storage(numel=b"K\x05")),
-    "a storage of a fraction": tensor(storage(numel=b"G@\x10\0\0\0\0\0\0")),
     "a tensor before its storage": tensor(storage(), offset=b"J\xfe\xff\xff\xff"),
-    "a tensor of 2**45 elements": tensor(storage(), shape=LONG + b"\x85", stride=b"K\x00\x85"),
-    "a tensor of many equal elements": tensor(storage(), shape=b"K\xff\x85", stride=b"K\x00\x85"),
+    "a tensor of 2**45 equal elements": tensor(storage(), shape=LONG + b"\x85", stride=b"K\x00\x85"),
     "a tensor of negative stride": tensor(storage(), stride=b"J\xff\xff\xff\xff\x85"),
     "a tensor of a thousand dimensions": tensor(storage(), b"K\0", *(b"(" + b"K\x01" * 1000 + b"t",) * 2),
-    "a tensor of no storage": tensor(b"N"),
-    "a tensor with too few arguments": named("torch._utils._rebuild_tensor_v2") + b"(" + storage() + b"tR",
     "another type's memory": named("torch._utils._rebuild_wrapper_subclass") + b")R",
-    "a class with attributes": named("torch._tensor._rebuild_from_type_v2") + b"(" + named("os.system") + b")))tR",
     "nothing": b"",
 }  # fmt: skip
 GOOD_LEGACY = tensor(storage(end=b"N"))
@@ -184,9 +165,7 @@ LEGACY: dict[str, tuple[bytes, Any, bytes]] = {
     "a key of a storage that takes years to hash": (GOOD_LEGACY, b"\x80\x02]" + DOUBLED + b"a.", FOUR),
     "no key": (GOOD_LEGACY, [], FOUR),
     "a key twice": (GOOD_LEGACY, ["0", "0"], FOUR * 2),
-    "another key": (GOOD_LEGACY, ["1"], FOUR),
     "a storage cut short": (GOOD_LEGACY, ["0"], FOUR[:-1]),
-    "no storage": (GOOD_LEGACY, ["0"], b""),
     "another length": (GOOD_LEGACY, ["0"], struct.pack("<q", 5) + b"\0" * 20),
     "thousands of storages": (b"](" + THOUSANDS + b"e", list(map(str, range(2000))), b""),
 }
@@ -254,18 +233,16 @@ for _file, _make in MODELS.items():
 # --- Hugging Face's files
 
 
-def entry(shape: str = "[4,4]", offsets: str = "[0,64]", kind: str = "F32") -> bytes:
-    return f'"wte.weight":{{"dtype":"{kind}","shape":{shape},"data_offsets":{offsets}}}'.encode()
+def entry(shape: str = "[4,4]", offsets: str = "[0,64]") -> bytes:
+    return f'"wte.weight":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}'.encode()
 
 
 CONFIGS: tuple[dict[str, Any], ...] = (
-    *({"n_layer": value} for value in (10**6, 2**31, 10**30, "4", 3.5, None)),
+    *({"n_layer": value} for value in (10**6, 10**30, "4", None)),
     *({"n_head": value} for value in (0, -4, True)),
     {"n_embd": 10**9, "n_head": 10**9},
     {"vocab_size": 2**31},
-    {"n_positions": 2**31},
-    {"n_embd": [48]},
-    *({"layer_norm_epsilon": float(value)} for value in ("inf", "nan")),
+    {"layer_norm_epsilon": float("nan")},
     {"attn_pdrop": 2},
     {"activation_function": [["gelu"]]},
     {"n_inner": 2**31},
@@ -273,10 +250,8 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 )
 CONFIG_TEXTS = {
     "nested deeply": b"[" * 10**6,
-    "objects nested deeply": b'{"a":' * 10**6,
     "no object": b"[]",
     "a key twice": b'{"model_type": "gpt2", "model_type": "gpt2"}',
-    "empty": b"{}",
     "a number of a million digits": b'{"n_layer": ' + b"9" * 10**6 + b"}",
     "50 MB": b" " * 50_000_000,
     "no UTF-8": b'{"\xff": 1}',
@@ -286,12 +261,8 @@ HEADERS = {
     "a key twice": b"{" + entry() + b"," + entry() + b"}",
     "a header of 40 MB": b" " * 40_000_000,
     "25,000 empty tensors": json.dumps({f"t{i}": EMPTY for i in range(25_000)}).encode(),
-    "a header nested deeply": b"[" * 10**6,
     "offsets past the end": b"{" + entry("[8,4]", "[0,128]") + b"}",
-    "a shape that is not the size": b"{" + entry("[1099511627776]") + b"}",
     "a shape of 2**64": b"{" + entry("[4294967296,4294967296]", "[0,0]") + b"}",
-    "negative offsets": b"{" + entry(offsets="[-64,0]") + b"}",
-    "an unknown type": b"{" + entry(kind="F31") + b"}",
     "no tensors": b"{}",
 }
 
@@ -312,7 +283,7 @@ FILES |= {f"config.json: {name}": partial(with_file, "config.json", data) for na
 for _length, _name, _data in ((1 << 63, "a header of 2**63 bytes", b"{}"), *((0, *item) for item in HEADERS.items())):
     _data = struct.pack("<Q", _length or len(_data)) + _data + b"\0" * 64
     FILES[f"safetensors: {_name}"] = partial(with_file, "model.safetensors", _data)
-INDICES = ("../model.safetensors", "/etc/passwd", "pytorch_model.bin", 7, "", "a/b.safetensors", "2.safetensors")
+INDICES = ("../model.safetensors", "/etc/passwd", "pytorch_model.bin", 7, "2.safetensors")
 for _index in ([1], {"x": "model-1.safetensors"}, *({"transformer.wte.weight": file} for file in INDICES)):
     FILES[f"index: {_index}"] = partial(with_index, _index)
 
@@ -352,18 +323,15 @@ def a_tracker_that_leads_out(folder: Path) -> None:
 
 
 TOPS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no model": lambda top: top.pop("model"),
     "a model that is a list": lambda top: top.update(model=[1]),
     "a negative iteration": lambda top: top.update(iteration=-1),
     "an unknown version": lambda top: top.update(checkpoint_version=9),
-    "no layers": lambda top: top["model"]["language_model"].update(encoder={}),
     "a model of a million names": lambda top: top.update(model={"language_model": fan(16, 5)}),
     "a layer that is missing": without_a_layer,
     "a layer of number 10**9": with_tensor("layers.1000000000.input_layernorm.weight", torch.ones(48)),
     "another shape": with_tensor("layers.1.mlp.dense_4h_to_h.weight", torch.ones(48, 81)),
     "integers for weights": with_tensor("final_layernorm.weight", torch.ones(48, dtype=torch.int64)),
     "a name twice": lambda top: top["model"].update({"transformer.final_layernorm.bias": torch.ones(48)}),
-    "heads that are a text": lambda top: setattr(top["args"], "num_attention_heads", "4"),
     "heads without end": lambda top: setattr(top["args"], "num_attention_heads", 10**18),
 }
 FILES |= {f"megatron: {name}": partial(with_top, change) for name, change in TOPS.items()}
@@ -390,10 +358,7 @@ META_STREAMS = CALLS | {
     "pickle of megatron": named("megatron.core.dist_checkpointing.strategies.torch.pickle") + ARGS + b"R",
     "a tensor": named("torch._utils._rebuild_tensor_v2") + ARGS + b"R",
     "a number": b"K\x07",
-    "a tuple as a key": b"})Ns",
-    "too many lists": b"]" * 3_000_000,
     "too many states": SIZE + b"\x94" + b"h\x00)\x81}K\x01K\x01sb" * 300_000,
-    "too many strings": b"\x8c\x08abcdefgh" * 800_000,
     "a long list in many": b"](" + b"N" * 50_000 + b"e\x94" + (SIZE + b"h\x00\x85R") * 50_000,
     "an index without a name": b"}" + INDEX + b")\x81Ns",
 }
@@ -452,21 +417,17 @@ CHANGES: dict[str, Change] = {
     "a slice twice": lambda held, index, entry: entry.chunks.extend(list(entry.chunks)),
     "no slice": lambda held, index, entry: entry.chunks.clear(),
     "a slice that lies nowhere": lambda held, index, entry: held.storage_data.pop(index),
-    "an object that lies nowhere": lambda held, index, entry: held.state_dict_metadata.update(x=BytesStorageMetadata()),
     "a name that is none": lambda held, index, entry: held.state_dict_metadata.update({7: entry}),
     "a long name": tensors(**{"a" * 100_000: None}),
     "a number for a tensor": tensors(**{WORD_EMBEDDINGS: 7}),
-    "a name for an index": lambda held, index, entry: held.storage_data.update(
-        {WORD_EMBEDDINGS: held.storage_data.pop(index)}
-    ),
     "compressed files": compressed,
     "twenty thousand slices in one place": slices({(i, 0): (1, 8) for i in range(20_000)}, (20_000, 8)),
     "slices that cross each other": slices(CROSSING, (N, N, 2)),
     "a tensor of another model": tensors(**{"model.layers.0.q_proj": None}),
 }
-NAMES = ("../../etc/passwd", "/etc/passwd", "..", ".", "", ".metadata", "a/b", "a\0b", "gone.distcp", 7, "a\nb")
-PLACES = ((-1, 100), (1 << 40, 100), (0, 1 << 40), (0, 0), (0.5, 100), (1 << 70, 100), (13, 400), ("0", 100), (True, 9))
-SHAPES = (*((rows, 8) for rows in (1 << 40, 33, 31, 0)), (1 << 30, 1 << 30), (256,), (32, 8, 1), (1,) * 100, (8, 32))
+NAMES = ("../../etc/passwd", "/etc/passwd", "..", "", ".metadata", "a/b", "a\0b", "gone.distcp", 7)
+PLACES = ((-1, 100), (1 << 40, 100), (0, 1 << 40), (0, 0), (0.5, 100), (13, 400))
+SHAPES = (*((rows, 8) for rows in (1 << 40, 33, 31, 0)), (1 << 30, 1 << 30), (256,), (1,) * 100)
 CHANGES |= {f"a slice in the file {name!r}": place(relative_path=name) for name in NAMES}
 CHANGES |= {f"a slice at {offset}, {length}": place(offset=offset, length=length) for offset, length in PLACES}
 for _size in (*map(torch.Size, SHAPES), None, [32, 8], (32, 8)):
@@ -475,9 +436,8 @@ for _size in (*map(torch.Size, SHAPES), None, [32, 8], (32, 8)):
 for _dtype in (torch.int64, "torch.float32", torch.complex64):
     CHANGES[f"a tensor of {_dtype!r}"] = attributes(lambda held, entry: entry.properties, dtype=_dtype)
 for _field in ("state_dict_metadata", "storage_data"):
-    for _nothing in (None, (), "", 7):
-        CHANGES[f"{_nothing!r} for {_field}"] = attributes(lambda held, entry: held, **{_field: _nothing})
-OTHER_METADATA = {"zeros": bytes(100_000), "noise": random.Random(0).randbytes(100_000), "17 MB": bytes(17 << 20)}
+    CHANGES[f"nothing for {_field}"] = attributes(lambda held, entry: held, **{_field: None})
+OTHER_METADATA = {"noise": random.Random(0).randbytes(100_000), "17 MB": bytes(17 << 20)}
 OTHER_METADATA |= {name: b"\x80\x04" + stream + b"." for name, stream in META_STREAMS.items()}
 METADATA: dict[str, Callable[[bytes], bytes]] = {
     **{f"changed: {name}": partial(changed_metadata, change) for name, change in CHANGES.items()},
