@@ -84,15 +84,6 @@ NANOGPT_EPSILON = 1e-5  # the epsilon of nanoGPT's layer norms
 OPTIMIZER_STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
 PARAM_GROUP = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.(\d+)\.(weight_decay|betas|eps)", re.ASCII)
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII)
-# A checkpoint whose names match one of these patterns has another architecture.
-OTHER_ARCHITECTURES = (
-    (r"self_attn\.q_proj|attention\.wq\.|attn\.wq\.", "Llama or a similar model"),
-    (r"gpt_neox\.", "GPT-NeoX"),
-    (r"decoder\.layers\.self_attention|\.linear_qkv\.", "Megatron Core's, without its metadata.json"),
-    (r"encoder\.layer\.|bert\.", "BERT"),
-    (r"(encoder|decoder)\.block\.", "T5"),
-    (r"word_embeddings\.", "BLOOM"),
-)
 
 
 # --- names and tensors
@@ -126,8 +117,7 @@ def from_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) ->
 def find_weights(tensors: LazyTensors, left_out: list[str]) -> tuple[dict[str, LazyTensor], bool]:
     """Return the parameters of the model by their names without a prefix, and whether `tensors` has an LM head. Buffers
     and the LM head are not among the parameters. `left_out` gets a line for tensors that do not belong to the model.
-    Raises ValueError if the model is not a GPT-2, with the name of the other architecture if it is known, or if the
-    head differs from the word embeddings."""
+    Raises ValueError if the model is not a GPT-2, or if the head differs from the word embeddings."""
     prefix = _find_prefix(list(tensors))
     named = {saved_name: _strip_prefix(prefix, saved_name) for saved_name in tensors}
     others = [saved_name for saved_name, name in named.items() if not name]
@@ -142,13 +132,9 @@ def find_weights(tensors: LazyTensors, left_out: list[str]) -> tuple[dict[str, L
 def _find_prefix(names: Sequence[str]) -> str:
     """Return the prefix of OpenAI's names in `names`. Raises ValueError if the names are not those of a GPT-2."""
     tables = [name for name in names if re.fullmatch(rf"(.+\.)?{re.escape(WTE)}", name)]
-    others = (whose for pattern, whose in OTHER_ARCHITECTURES if any(re.search(pattern, name) for name in names))
     if len(tables) != 1:
-        some = names[0][:120] if names else "no tensor"
-        raise ValueError(
-            f"is not a GPT-2, but {next(others, 'another model')}: holds {some}, and {len(tables)} tensors with names "
-            f"that end in {WTE}"
-        )
+        example = names[0][:120] if names else "no tensor"
+        raise ValueError(f"is not a GPT-2: holds {example}, and {len(tables)} tensors with names that end in {WTE}")
     return tables[0].removesuffix(WTE)
 
 

@@ -60,16 +60,7 @@ class ParallelLayout(NamedTuple):
 LAYOUTS = [ParallelLayout(mp, dp, sharded) for mp in (1, 2, 4) for dp in (1, 2) for sharded in (False, True)]
 PIPELINES = [
     ParallelLayout(mp, dp, dp > 1, pp, chunks)
-    for mp, dp, pp, chunks in (
-        (1, 1, 2, 1),
-        (1, 1, 2, 2),
-        (2, 1, 2, 1),
-        (1, 2, 2, 1),
-        (1, 1, 4, 1),
-        (2, 2, 2, 2),
-        (1, 1, 3, 1),
-        (2, 1, 3, 1),
-    )
+    for mp, dp, pp, chunks in ((1, 1, 2, 2), (2, 1, 2, 1), (1, 2, 2, 1), (1, 1, 4, 1), (2, 2, 2, 2), (2, 1, 3, 1))
 ]
 EIGHT = [ParallelLayout(8, 1), ParallelLayout(8, 2, True)]
 BESIDE_EIGHT = [ParallelLayout(1, 1), ParallelLayout(2, 2, True)]
@@ -205,7 +196,7 @@ def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str,
     metadata = {"config": config.as_dict(), "train_iters": 3, "decay_iters": 3, "precision": "", "computed_by": ""}
     source = str(checkpoint.path.parent)
     context: Any = SimpleNamespace(source=source, device=CPU, config=config, metadata=lambda: metadata)
-    # Opened once: without a process group, ranks cannot agree on a checkpoint.
+    # Without a process group, ranks cannot agree on a checkpoint, so the test has opened it.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron.gpt2.train.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_checkpoint(context, rank.parallel, rank, lambda line: None) == (3, 24, 0)
@@ -233,7 +224,7 @@ def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str,
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[dict[ParallelLayout, Path], Any, torch.dtype, bool]]:
-    """Return the folders of the same state, saved under every layout."""
+    """Save one state under every layout. Return the folder of each layout."""
     state, folders = global_state(request.param[1]), {}
     for layout in ALL:
         ranks = ranks_of(layout, *request.param)
@@ -250,7 +241,6 @@ def test_opens_every_other_layout(saved: Any, target: ParallelLayout, monkeypatc
     monkeypatch.setattr("megatron.gpt2.checkpoint.sharded_state.in_threads", lambda work, items: [*map(work, items)])
     folders, state, dtype, muon = saved
     ranks = ranks_of(target, dtype, muon)
-    assert len(folders) == 22
     sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + PIPELINES + EIGHT * (target in BESIDE_EIGHT)
     if dtype != torch.float32:  # float32 tests every pair, in the wide set.
         sources = sources[ALL.index(target) % 7 :: 7]

@@ -29,7 +29,7 @@ from megatron.gpt2.checkpoint.interface import check_metadata
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.checkpoint.writer import ShardedTensor
-from megatron.gpt2.config import Config, ModelConfig
+from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.generate.load_model import load_for_inference

@@ -21,7 +21,6 @@ from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from mpu import PartitionSpec
-from tests.conftest import tool
 from tests.megatron.gpt2.checkpoint.saved_states import (
     SPECS,
     full_state,
@@ -34,11 +33,12 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
     save(tmp_path, 300)
     assert (tmp_path / LATEST_FILE).read_text().strip() == "300"
     folder = tmp_path / "iter_0000300"
-    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(
-        [LATEST_FILE, "iter_0000300/manifest.json"]
-        + [f"iter_0000300/tables/rank_0000{r}.jsonl" for r in (0, 1)]
-        + [f"iter_0000300/mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")]
-    )
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == [
+        "manifest.json",
+        *(f"mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")),
+        *(f"tables/rank_0000{r}.jsonl" for r in (0, 1)),
+    ]
     # Other programs can read the files, which do not contain the padding of the vocabulary.
     shards = [safetensors.torch.load_file(folder / f"mp_rank_0{r}/model.safetensors") for r in (0, 1)]
     assert "model.norm" not in shards[1], "what is replicated is saved once"
@@ -49,7 +49,7 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
     checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
 
-    def load(specs: dict[str, PartitionSpec], kind: str = "model") -> None:
+    def load(specs: dict[str, PartitionSpec], kind: str) -> None:
         load_sharded_state_dict(
             [ParamShard(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
             specs,
@@ -58,14 +58,14 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
             tp_size=1,
         )
 
-    with pytest.raises(ValueError, match=r"model.row has shape \(8, 16\) in the checkpoint and \(8, 32\)"):
-        load({**SPECS, "row": PartitionSpec((8, 32), 1)})
-    with pytest.raises(ValueError, match="holds no model.more"):
-        load({**SPECS, "more": PartitionSpec((8,))})
-    with pytest.raises(ValueError, match="holds model.scalar, which this run does not have"):
-        load({name: spec for name, spec in SPECS.items() if name != "scalar"})
-    with pytest.raises(ValueError, match="--no-load-optim"):
-        load(SPECS, "exp_avg_cubed")
+    for specs, kind, said in (
+        ({**SPECS, "row": PartitionSpec((8, 32), 1)}, "model", r"row has shape \(8, 16\) in the .* and \(8, 32\)"),
+        ({**SPECS, "more": PartitionSpec((8,))}, "model", "holds no model.more"),
+        ({"row": SPECS["row"]}, "model", "holds model.embedding, which this run does not have"),
+        (SPECS, "exp_avg_cubed", "--no-load-optim"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load(specs, kind)
 
 
 def place(tp_rank: int, tp_size: int, dp_size: int) -> mpu.ParallelState:
@@ -114,10 +114,6 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
         write(tmp_path, 1, {f"mp_rank_00/x_dp_{rank:02d}.safetensors": {"x": shard}}, rank=rank, world_size=4)
     checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
     assert torch.equal(checkpoint.read("x", (3, 1), (2, 2)), whole[3:5, 1:3])
-    with pytest.raises(ValueError, match="outside of the shape"):
-        checkpoint.read("x", (7, 0), (2, 4))
-    with pytest.raises(ValueError, match="holds no tensor y"):
-        checkpoint.read("y")
     (checkpoint.path / "tables/rank_00003.jsonl").write_bytes(b"")
     assert torch.equal(checkpoint.read("x", (0, 0), (6, 4)), whole[:6])
     with pytest.raises(ValueError, match=r"rank_00003.jsonl: has 0 bytes instead of"):
@@ -138,8 +134,7 @@ def test_slices_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyt
     logged = (checkpoint.path / MANIFEST).read_bytes()
     assert len(logged) < limit < sum(table.stat().st_size for table in (checkpoint.path / "tables").iterdir())
     assert json.loads(logged)["table_ranges"] == [[[rank, rank, rank + 1, 2] for rank in range(16)]]
-    again = NativeCheckpoint(checkpoint.path)
-    assert torch.equal(again.read("exp_avg.7", (5, 0), (2, 2)), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
+    assert torch.equal(checkpoint.read("exp_avg.7", (5, 0), (2, 2)), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
 
 
 # ---------------------------------------------------------------------------------------------------- version 1
@@ -148,14 +143,10 @@ def test_slices_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyt
 VALUES = "51a1e16ca887702a72ed94f9af38b9afabe8aa1833a34a7c5d594fceb6b8aea4"
 
 
-@pytest.fixture
-def version_1(tmp_path: Path) -> Path:
-    """Return a --save folder that the program of version 1 has written: 2 x 2 ranks with a sharded optimizer."""
-    shutil.unpack_archive(Path(__file__).parent / "version_1.tar.gz", tmp_path / "version_1", filter="data")
-    return tmp_path / "version_1"
-
-
-def test_version_1_has_every_value_that_it_had(version_1: Path) -> None:
+def test_version_1_has_every_value_that_it_had(tmp_path: Path) -> None:
+    """The program of version 1 has written this --save folder: 2 x 2 ranks with a sharded optimizer."""
+    version_1 = tmp_path / "version_1"
+    shutil.unpack_archive(Path(__file__).parent / "version_1.tar.gz", version_1, filter="data")
     assert json.loads((version_1 / "iter_0000003" / MANIFEST).read_bytes())["version"] == 1
     checkpoint = find_checkpoint(version_1, log=pytest.fail)
     assert checkpoint.iteration == 3 and checkpoint.verify() == ""
@@ -163,18 +154,10 @@ def test_version_1_has_every_value_that_it_had(version_1: Path) -> None:
     for name in sorted(list(checkpoint.tensors)):
         values.update(name.encode() + checkpoint.read(name).view(-1).view(torch.uint8).numpy().tobytes())
     assert values.hexdigest() == VALUES and len(checkpoint.tensors) == 4 * 16
+    mpu.initialize_model_parallel(1)
+    tokenizer = load_for_inference(version_1, torch.device("cpu"), torch.float32, log=pytest.fail).tokenizer
+    assert tokenizer.kind == "bytes" and (version_1 / "tokenizer/tokenizer.json").exists(), "as it was called then"
     victim = checkpoint.path / "mp_rank_01/master_dp_00.safetensors"
     data = victim.read_bytes()
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert NativeCheckpoint(checkpoint.path).find_damage() == f"{victim}: damaged: its sha256 differs from {MANIFEST}"
-
-
-def test_the_tools_read_version_1(version_1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main, merged = tool("checkpoint").main, tmp_path / "merged"
-    for words in (["verify"], ["inspect"], ["merge", str(merged)], ["diff", str(merged)]):
-        assert main([words[0], str(version_1), *words[1:]]) == 0
-    assert "mp_rank_01/exp_avg_sq_dp_01.safetensors" in capsys.readouterr().out
-    assert json.loads((merged / "iter_0000003" / MANIFEST).read_bytes())["version"] == 3
-    mpu.initialize_model_parallel(1)
-    tokenizer = load_for_inference(version_1, torch.device("cpu"), torch.float32, log=pytest.fail).tokenizer
-    assert tokenizer.kind == "bytes" and (version_1 / "tokenizer/tokenizer.json").exists(), "as it was called then"

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +25,8 @@ import torch
 
 from data_utils.files import fsync_path
 from megatron.gpt2.checkpoint import lease, writer
-from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
-from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
+from megatron.gpt2.checkpoint.lease import Lease
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import (
     LATEST_FILE,
     FolderInUse,
@@ -66,26 +67,6 @@ def test_the_tracker_decides_and_a_newer_one_is_reported(tmp_path: Path) -> None
     assert_holds(NativeCheckpoint(tmp_path / "iter_0000200.old-1"), 200)
 
 
-def test_falls_back_to_the_newest_valid_one(tmp_path: Path) -> None:
-    for iteration in (100, 200, 300):
-        save(tmp_path, iteration)
-    victim = tmp_path / "iter_0000300" / "mp_rank_01" / "model.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.write_bytes(data)
-    iteration, logged = find(tmp_path)
-    assert iteration == 200
-    assert f"{victim}: damaged" in logged
-    (tmp_path / "iter_0000200" / MANIFEST).unlink()
-    assert find(tmp_path)[0] == 100
-    # A folder renamed to .old-N is tried last, so a crash between the two renames of a commit loses nothing.
-    (tmp_path / "iter_0000100").rename(tmp_path / "iter_0000100.old-1")
-    assert find(tmp_path)[0] == 100
-    shutil.rmtree(tmp_path / "iter_0000100.old-1")
-    with pytest.raises(ValueError, match="holds no valid checkpoint: .*iter_0000300.*damaged.*--load"):
-        find(tmp_path)
-
-
 class ThreadRanks:
     """Provides a `gather` for ranks that are threads."""
 
@@ -93,20 +74,16 @@ class ThreadRanks:
         self.values, self.barrier = [""] * size, threading.Barrier(size, timeout=240)
 
     def run(self, of_rank: Callable[[int, Gather], Any]) -> list[Any]:
-        results: list[Any] = [None] * len(self.values)
+        """Return the result or the error of each rank."""
 
-        def rank(i: int) -> None:
+        def rank(i: int) -> Any:
             try:
-                results[i] = of_rank(i, lambda text: self.gather(i, text))
+                return of_rank(i, lambda text: self.gather(i, text))
             except Exception as error:
-                results[i] = error
+                return error
 
-        threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(results))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+        with ThreadPoolExecutor(len(self.values)) as ranks:
+            return list(ranks.map(rank, range(len(self.values))))
 
     def gather(self, i: int, text: str) -> list[str]:
         self.values[i] = text
@@ -137,24 +114,22 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
         victim.write_bytes(data)
     # If nodes do not share the folder, every rank raises an error and no rank waits forever.
     (tmp_path / LATEST_FILE).write_text("200")
-    elsewhere = tmp_path / "elsewhere"
-    found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
-    assert all(isinstance(error, ValueError) for error in found)
-    assert "rank 2 sees different files" in "".join(map(str, found[:2]))
-    save(elsewhere, 200, seed=1)
     shutil.rmtree(tmp_path / "iter_0000100")
-    found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
-    assert all(isinstance(error, ValueError) for error in found)
+    elsewhere = tmp_path / "elsewhere"
+    for _ in range(2):  # Rank 2 has no checkpoint, then a different one.
+        found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
+        assert all(isinstance(error, ValueError) for error in found)
+        assert "rank 2 sees different files" in "".join(map(str, found[:2]))
+        save(elsewhere, 200, seed=1)
 
 
 def list_iterations(folder: Path) -> list[str]:
-    return sorted(path.name.removeprefix("iter_").lstrip("0") for path in folder.glob("iter_*"))
+    return sorted(path.name.removeprefix("iter_0000") for path in folder.glob("iter_*"))
 
 
 def test_keep_last(tmp_path: Path) -> None:
     for iteration in (100, 200, 300):
         save(tmp_path, iteration, keep_last=5)
-    assert list_iterations(tmp_path) == ["100", "200", "300"]
     save(tmp_path, 400, keep_last=2)
     assert list_iterations(tmp_path) == ["300", "400"]
     # The run was rewound to 300. Newer iterations and folders renamed to .old-N are from before that, and stay.
@@ -170,20 +145,17 @@ def test_keep_last(tmp_path: Path) -> None:
     assert "iter_0000400 is newer" in logged
 
 
-def test_a_crash_or_an_error_while_older_ones_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for iteration in (100, 200, 300):
-        save(tmp_path, iteration)
+def test_an_error_while_older_ones_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 100)
 
-    def crash(path: Path, **options: Any) -> None:
-        (path / MANIFEST).unlink()
+    def fail(path: Path, **options: Any) -> None:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr(shutil, "rmtree", crash)
+    monkeypatch.setattr(shutil, "rmtree", fail)
     logged = save(tmp_path, 400, keep_last=1)
     assert [line for line in logged if "WARNING: --keep-last 1: " in line and "iter_0000100" in line]
     monkeypatch.undo()
-    assert list_iterations(tmp_path) == ["100.tmp-removed", "200", "300", "400"]
-    assert find(tmp_path) == (400, "")
+    assert list_iterations(tmp_path) == ["100.tmp-removed", "400"] and find(tmp_path) == (400, "")
     save(tmp_path, 500, keep_last=1)
     assert list_iterations(tmp_path) == ["500"]
 
@@ -213,8 +185,7 @@ def losses(rank: int, world_size: int, folder: Path) -> list[tuple[int, float, l
         finish(trainer)
     data, logged = trainer.data.splits.fingerprint, list[str]()
     assert saved_best_loss(folder / "save/best", data, logged.append) == 2.4
-    assert saved_best_loss(folder / "save/best", "other data", logged.append) == math.inf
-    assert saved_best_loss(folder / "nowhere", data, logged.append) == math.inf and not logged
+    assert saved_best_loss(folder / "save/best", "other data", logged.append) == math.inf and not logged
     return seen
 
 
@@ -224,8 +195,7 @@ def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
     for seen in run_ranks(losses, 2, tmp_path):
         assert seen[1:] == [*expected, (6, 2.4, ["iter_0000006"])]
     (tmp_path / "save/best/iter_0000006/manifest.json").write_text("{}")
-    logged: list[str] = []
-    assert saved_best_loss(tmp_path / "save/best", "", logged.append) == math.inf and "WARNING" in logged[-1]
+    assert saved_best_loss(tmp_path / "save/best", "", lambda line: None) == math.inf
 
 
 def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -315,14 +285,8 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     assert train(tmp_path, *flags) == 0
     assert f"WARNING: --save {save} was removed or moved during the run: it is made" in capsys.readouterr().out
     assert (tmp_path / "moved/iter_0000002").is_dir()
-    for name in (
-        "config.json",
-        "lease_0000000001",
-        "tokenizer/tokenizer_facts.json",
-        "best/tokenizer/tokenizer_facts.json",
-    ):
+    for name in ("config.json", "lease_0000000001", "history.jsonl", "best/tokenizer/tokenizer_facts.json"):
         assert (save / name).is_file()
-    assert "it is made again" in (save / "history.jsonl").read_text()
     assert train(tmp_path, *flags[:-2], "--train-iters", "6") == 0, "the run continues"
 
     def replace(trainer: Trainer) -> None:
@@ -335,23 +299,17 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     with contextlib.ExitStack() as stack:
         assert train(tmp_path, "--train-iters", "8") == 1
         assert f"stopped: --save {save} now belongs to process" in capsys.readouterr().out
-    assert not list(save.glob("iter_*"))
 
 
 def no_locks(*args: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def hurry() -> None:
-    """Disable file locks, and shorten the times of a lease."""
-    mock.patch.multiple(lease, try_lock=no_locks, RENEWAL_INTERVAL=0.1, LIFETIME=1.0).start()
-
-
 @pytest.fixture
 def without_locks() -> Iterator[None]:
-    hurry()
-    yield
-    mock.patch.stopall()
+    """Disable file locks, and shorten the times of a lease."""
+    with mock.patch.multiple(lease, try_lock=no_locks, RENEWAL_INTERVAL=0.1, LIFETIME=1.0):
+        yield
 
 
 def save_as(owner: Lease, iteration: int) -> list[str]:
@@ -375,15 +333,12 @@ def test_one_owner(tmp_path: Path) -> None:
     assert not save_as(second, 2)
     (warning,) = save_as(first, 3)
     assert f"--save {tmp_path} now belongs to process {os.getpid()} on " in warning
-    assert list_iterations(tmp_path) == ["1", "2"]
+    assert list_iterations(tmp_path) == ["001", "002"]
     assert first.is_lost and not first.is_held() and second.is_held()
     second.release()
     began = time.monotonic()
     Lease(tmp_path).release()
     assert time.monotonic() - began < 0.9, "it waited for a lease that was released"
-    assert [path.name for path in tmp_path.glob("lease_*")] == ["lease_0000000003"]
-    with pytest.raises(LeaseLostError):
-        first.check()
 
 
 @pytest.mark.usefixtures("without_locks")

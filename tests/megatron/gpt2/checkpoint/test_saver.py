@@ -1,11 +1,10 @@
-"""--async-save saves the state at the start of the save, and a run waits for the save however it ends. Earlier
-checkpoints still load after a crash, an error or a full disk at any moment of a save."""
+"""--async-save saves the state as it was at the start of the save. However a run ends, it waits for its last save.
+Earlier checkpoints still load after a crash, an error or a full disk at any moment of a save."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.files import atomic_write_text, machine_memory
+from data_utils.files import atomic_write_text
 from megatron.gpt2.checkpoint import saver
 from megatron.gpt2.checkpoint import writer as checkpointing
 from megatron.gpt2.checkpoint.reader import MANIFEST, FileInfo, NativeCheckpoint
@@ -48,7 +47,6 @@ from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
 
 def saving(folder: Path, logged: list[str], **options: Any) -> Saver:
-    """Make a saver, by default of the only rank."""
     return Saver(folder=folder, start_id="a", asynchronous=True, log=logged.append, **options)
 
 
@@ -56,7 +54,7 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
     go = threading.Event()
 
     def slow(*arguments: Any) -> FileInfo:
-        assert go.wait(240)  # lets the writing thread wait until `save` has returned
+        assert go.wait(240)  # until `save` has returned
         return write_safetensors(*arguments)
 
     monkeypatch.setattr(checkpointing, "write_safetensors", slow)
@@ -87,8 +85,6 @@ def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, mon
     warnings = [line for line in logged if "WARNING" in line]
     assert len(warnings) == 1 and "--async-save is off" in warnings[0] and "bytes of host memory" in warnings[0]
     s.close()
-    monkeypatch.undo()
-    assert 0 < machine_memory("MemAvailable") < 1 << 50
 
 
 # ----------------------------------------------------------------------------------- the ways in which a run ends
@@ -125,9 +121,8 @@ writer.write_safetensors = lambda *arguments: time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.wide), "--async-save"])
-def test_the_process_ends_though_its_storage_does_not_answer(flags: list[str], python: WarmPython, more: str):
-    words = [*flags, *f"--save-timeout-minutes 0.01 {more}".split()]
+def test_the_process_ends_though_its_storage_does_not_answer(flags: list[str], python: WarmPython):
+    words = [*flags, "--save-timeout-minutes", "0.01"]
     program = f"{STUCK}raise SystemExit(pretrain_gpt2.main({words!r}))"
     done = subprocess.run([python.python, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
@@ -153,16 +148,15 @@ def stopped(trainer: Trainer) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def without_gradient(trainer: Trainer) -> None:
-    if trainer.progress.iteration == 2:
-        raise FloatingPointError("no gradient")
-    train_step(trainer)
+def failing(error: Exception) -> Callable[[Trainer], None]:
+    """Return a training step that raises `error` after iteration 2."""
 
+    def step(trainer: Trainer) -> None:
+        if trainer.progress.iteration == 2:
+            raise error
+        train_step(trainer)
 
-def without_peer(trainer: Trainer) -> None:
-    if trainer.progress.iteration == 2:
-        raise RuntimeError("a peer is gone")
-    train_step(trainer)
+    return step
 
 
 @pytest.mark.parametrize(
@@ -170,10 +164,9 @@ def without_peer(trainer: Trainer) -> None:
     [
         ("", train_step, 0, [2, 3]),
         ("--exit-interval 1", train_step, 0, [1]),
-        ("--exit-interval 2", train_step, 0, [2]),
         ("", stopped, 0, [1]),
-        ("", without_gradient, 1, [2]),
-        ("", without_peer, None, [2]),
+        ("", failing(FloatingPointError("no gradient")), 1, [2]),
+        ("", failing(RuntimeError("a peer is gone")), None, [2]),  # The error is raised.
     ],
 )
 def test_every_end_of_a_run_waits(
@@ -196,16 +189,6 @@ def test_every_end_of_a_run_waits(
     assert checkpoint.iteration == committed[-1]
 
 
-def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
-    save(tmp_path, 100)
-    files = rank_files(full_state(200), 0, 2)
-    for problem, expected in (("", r"rank 1 within [\d.]+ s"), ("rank 1 has no room", "rank 1 has no room")):
-        with pytest.raises(OSError, match=expected):
-            write(tmp_path, 200, files, world_size=2, start_id="b", timeout_s=0.2, problem=problem, keep_last=1)
-        assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
-        assert find(tmp_path) == (100, "")
-
-
 def test_rank_0_may_commit_as_soon_as_it_sees_the_last_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder may have its final name before the last rank accesses it again."""
     replace = Path.replace
@@ -226,27 +209,27 @@ def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(os, "mkdir", full)
-    for inodes, said in (
-        (7, r"\(1,024 bytes are free there\)"),
-        (0, r"\(no inodes are free there: remove files, however small\)"),
-    ):
-        monkeypatch.setattr(
-            os, "statvfs", lambda path, n=inodes: SimpleNamespace(f_bavail=2, f_frsize=512, f_files=9, f_favail=n)
-        )
-        with pytest.raises(OSError, match=f"tracker: cannot write its 3 bytes: No space left on device {said}"):
-            write_atomically(tmp_path / "tracker", b"300")
-        with pytest.raises(OSError, match=f"No space left on device {said}: '.*settings'"):
-            atomic_write_text(tmp_path / "settings", "{}")
-        with pytest.raises(ValueError, match=f"^--save .*new: cannot be written: No space left on device {said}$"):
-            make_save_folder(tmp_path / "new")
+    disk = SimpleNamespace(f_bavail=2, f_frsize=512, f_files=9, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    said = r"No space left on device \(no inodes are free there: remove files, however small\)"
+    with pytest.raises(OSError, match=f"tracker: cannot write its 3 bytes: {said}"):
+        write_atomically(tmp_path / "tracker", b"300")
+    with pytest.raises(OSError, match=f"{said}: '.*settings'"):
+        atomic_write_text(tmp_path / "settings", "{}")
+    with pytest.raises(ValueError, match=f"^--save .*new: cannot be written: {said}$"):
+        make_save_folder(tmp_path / "new")
 
 
 def test_files_of_a_crashed_start_take_no_part(tmp_path: Path) -> None:
-    """Rank 1 had written its files before the crash. The next start must not use its table."""
+    """Rank 1 had written its files before the crash. The next start must not use its table, and names what is
+    missing."""
     save(tmp_path, 100)
     write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, start_id="crashed")
-    with pytest.raises(TimeoutError, match="rank 1"):
-        write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, start_id="second", timeout_s=0.1)
+    files = rank_files(full_state(200), 0, 2)
+    for problem, expected in (("", r"rank 1 within [\d.]+ s"), ("rank 1 has no room", "rank 1 has no room")):
+        with pytest.raises(OSError, match=expected):
+            write(tmp_path, 200, files, world_size=2, start_id="second", timeout_s=0.1, problem=problem, keep_last=1)
+        assert find(tmp_path) == (100, "")
     save(tmp_path, 200, start_id="third")
     assert find(tmp_path) == (200, "")
     assert not list(tmp_path.glob("*.tmp*"))
@@ -275,7 +258,7 @@ def save_until_it_fits(folder: str) -> None:
         return problems
 
     assert not save(1)
-    full: Counter[str] = Counter()
+    full = set[str]()
     for pages in range(100):
         with open(ballast, "wb", buffering=0) as stream, contextlib.suppress(OSError):
             while True:
@@ -289,38 +272,31 @@ def save_until_it_fits(folder: str) -> None:
             problems[0],
         )
         assert found, problems
-        full[found[1].rpartition("/")[2]] += 1
+        full.add(found[1].rpartition("/")[2])
         assert sorted(os.listdir(disk / "save")) == ["iter_0000001", LATEST_FILE], pages
         checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
         assert torch.equal(checkpoint.read("x"), state[1])
         ballast.unlink()
     checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
     assert torch.equal(checkpoint.read("x"), state[2])
-    print(json.dumps(full))
+    print(*full)
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
     mounted = f"mount -t tmpfs -o size=400k tmpfs {tmp_path} && "
-    gather_alone = "unshare --map-root-user --mount sh -c".split()
-    if not shutil.which("unshare") or subprocess.run([*gather_alone, mounted + "true"], capture_output=True).returncode:
+    shell = "unshare --map-root-user --mount sh -c".split()
+    if not shutil.which("unshare") or subprocess.run([*shell, mounted + "true"], capture_output=True).returncode:
         pytest.skip(
             "no small filesystem can be mounted here; tests/faults/test_faults.py limits the size of files instead"
         )
     program = f"from {__name__} import save_until_it_fits; save_until_it_fits({str(tmp_path)!r})"
     run = subprocess.run(
-        [*gather_alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program],
+        [*shell, f'{mounted} exec "$0" -c "$1"', sys.executable, program],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert run.returncode == 0, run.stderr
-    # The files are written in this order: file and table of the second rank, file and table of the first rank,
-    # manifest, tracker file.
-    assert json.loads(run.stdout.splitlines()[-1]).keys() == {
-        "model.safetensors",
-        "rank_00001.jsonl",
-        "rank_00000.jsonl",
-        MANIFEST,
-        LATEST_FILE,
-    }
+    tables = {"rank_00000.jsonl", "rank_00001.jsonl"}
+    assert set(run.stdout.splitlines()[-1].split()) == {"model.safetensors", *tables, MANIFEST, LATEST_FILE}

@@ -22,9 +22,6 @@ from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps,
 
 OLD = TEST_DATA / "megatron-2019"
 genuine = pytest.mark.skipif(not OLD.is_dir(), reason=f"{OLD} is not there: no genuine checkpoints")
-HINTS = ["--num-attention-heads", "4", "--vocab-size", "130"]
-
-
 main = tool("checkpoint").main
 
 
@@ -48,8 +45,7 @@ def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
     save = str(runs / "save")
     assert main(["inspect", save]) == 0
     text = capsys.readouterr().out
-    for part in ("tensor model parallel size ", "num layers", "mp_rank_00/model.safetensors"):
-        assert part in text
+    assert "num layers" in text and "mp_rank_00/model.safetensors" in text
     assert main(["inspect", save, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["hidden_size"] == 128 and found["iteration"] == 2
@@ -61,8 +57,6 @@ def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
         "shape": [257, 128],
         "bytes": 4 * 257 * 128,
     }
-    parameters = sum(kind["values"] for kind in found["kinds"] if kind["kind"] == "model")
-    assert parameters == 257 * 128 + 32 * 128 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128
 
 
 def test_verify_finds_a_bit(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -124,7 +118,7 @@ def test_convert_and_check(runs: Path, tmp_path: Path, words: str, capsys: pytes
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("to", ["megatron-2019", "megatron-core", "dcp"])
+@pytest.mark.parametrize("to", ["megatron-2019", "dcp"])
 def test_diff_takes_the_heads_from_the_side_that_states_them(
     runs: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture
 ):
@@ -134,10 +128,7 @@ def test_diff_takes_the_heads_from_the_side_that_states_them(
         capsys.readouterr()
         assert main(["diff", *pair]) == 0
         said = capsys.readouterr()
-        kind = "model" if to == "megatron-core" else "exp_avg"
-        assert re.search(rf"^{kind}\.\S+query_key_value.weight .* 0$", said.out, re.MULTILINE) and not said.err
-    if to == "megatron-core":  # Files of megatron-core contain the number of heads.
-        return
+        assert re.search(r"^exp_avg\.\S+query_key_value.weight .* 0$", said.out, re.MULTILINE) and not said.err
     with pytest.raises(ValueError, match="--num-attention-heads, one of"):
         main(["diff", out, out])
 
@@ -151,8 +142,8 @@ def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("form", ["megatron-2019", "torch_dist"])
 def test_a_run_goes_on_through_other_files(runs: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture):
-    """The conversion keeps weights, masters, moments and steps. Training refuses the old files with an error that
-    contains the command to convert them back; then the same batches give the same losses."""
+    """The conversion keeps weights, masters, moments and steps. Training refuses Megatron's files with an error that
+    contains the command to convert them back. After this command, the same batches give the same losses."""
     old = str(tmp_path / "old one")
     assert main(["convert", str(runs / "save"), old, "--to", form, "--model-parallel-size", "2"]) == 0
     with pytest.raises(ValueError) as assert_refused:
@@ -184,14 +175,11 @@ def test_a_run_goes_on_through_other_files(runs: Path, tmp_path: Path, form: str
     {
         "inspect {empty}": "holds no checkpoint",
         "verify {empty}/none": "does not exist",
-        "convert {save} {out} --to ggml": "invalid choice: 'ggml'",
         "convert {save} {out} --to huggingface --dtype q8_0": "--dtype q8_0: huggingface has fp32, bf16, fp16",
         "convert {save} {out} --to gguf --check": "--check: this program writes gguf",
         "split {save} {out} --model-parallel-size 3": "--num-attention-heads 4 is not divisible",
         "split {save} {out} --model-parallel-size 0": "--tensor-model-parallel-size must be positive",
         "merge {save} {out} --iteration 7": "7",
-        "": "required",
-        "diff {save} {save} --fast": "--fast",
         "merge {save} {save}": "not empty",
         "merge {save} {out} --vocab-file none.json": "none.json",
     }.items(),

@@ -7,7 +7,7 @@ import argparse
 import functools
 import json
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
 from megatron.gpt2.formats.megatron import flatten_state_dict
 from megatron.gpt2.formats.megatron import write_megatron as export_megatron
 from megatron.gpt2.formats.megatron_model import FUSED, MegatronLayout, native_name
+from megatron.gpt2.formats.nanogpt_and_dcp import openai_name, to_openai
 from megatron.gpt2.model.gpt2 import GPT2Model, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import learning_rates
 from mpu.partition import TensorSlice
@@ -37,24 +38,6 @@ PADDED = 128  # padded size / number of ranks
 KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
 TOLERANCE = 5e-6  # the tolerance of a logit
 RANK_FILE = "model_optim_rng.pt"
-# parts of our names, and the same parts of the names of other programs
-OPENAI = {
-    "word_embeddings": "wte",
-    "position_embeddings": "wpe",
-    "final_layernorm": "ln_f",
-    "layers": "h",
-    "input_layernorm": "ln_1",
-    "attention": "attn",
-    "query_key_value": "c_attn",
-    "dense": "c_proj",
-    "post_attention_layernorm": "ln_2",
-    "dense_h_to_4h": "c_fc",
-    "dense_4h_to_h": "c_proj",
-}
-
-
-def renamed(name: str, words: Mapping[str, str]) -> str:
-    return ".".join(words.get(word, word) for word in name.split("."))
 
 
 def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tensor]:
@@ -145,16 +128,14 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def openai_state(weights: dict[str, Tensor], *, transposed: bool) -> dict[str, Tensor]:
-    """Convert our `weights` to OpenAI's names and layout, with QKV as [3, n, d]."""
-    state = {}
-    for name, value in weights.items():
-        theirs = renamed(name.removeprefix("transformer."), OPENAI)
-        if ".c_attn." in theirs:
-            value = value.view(SHAPE.num_attention_heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
-        if transposed and value.dim() == 2 and theirs.startswith("h."):
-            value = value.t()
-        state[f"transformer.{theirs}"] = value.contiguous()
-    return state
+    """Convert our `weights` to OpenAI's names and layout. In test_openai.py, transformers' model loads the result and
+    computes equal logits."""
+    return {
+        f"transformer.{openai_name(name)}": to_openai(
+            value, name, SHAPE.num_attention_heads, transposed=transposed
+        ).contiguous()
+        for name, value in weights.items()
+    }
 
 
 def write_huggingface(folder: Path, **config: Any) -> Path:
@@ -287,7 +268,7 @@ def expected(kind: str) -> dict[str, Tensor]:
         return {native_name(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name]) for name in names}
 
 
-# --- what a test does with a checkpoint
+# --- helpers that open a checkpoint and compute with it
 
 
 def silent(line: str) -> None:

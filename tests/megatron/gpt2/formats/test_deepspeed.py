@@ -28,8 +28,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("folder", CASES, indirect=True)
 def test_a_sharded_optimizer_is_what_deepspeed_held(folder: Path):
-    """All cases have the state of the case of fp32. In 16 bits, its moments are a little different: gradients are
-    rounded, and the loss scale changes."""
+    """All cases have the state of the fp32 case. In 16 bits the moments differ a little, because gradients are rounded
+    and the loss scale changes."""
     for path in (folder / "global_step2", folder / "global_step2/mp_rank_00_model_states.pt", folder):
         source = opened(path)
         assert source.format == "deepspeed" and source.path == folder / "global_step2"

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import mpu
 from data_utils import load_tokenizer
 from data_utils.tokenizers.base import CharacterTokenizer
-from megatron.gpt2.checkpoint.save_folder import require_native_format
 from megatron.gpt2.commands import checkpoint, generate_text, pretrain_gpt2
 from megatron.gpt2.formats import BaseCheckpoint, Hints, detect_format, open_checkpoint
 from megatron.gpt2.formats.nanogpt_and_dcp import write_nanogpt
@@ -85,8 +84,6 @@ def test_huggingface(tmp_path: Path, activation: str, shard_size: str):
     assert torch.equal(source.read(f"model.{name}", (3, 4), (5, 6)), weights[name][3:8, 4:10])
     with pytest.raises(ValueError, match="outside of the shape"):
         source.read(f"model.{name}", (78, 0), (5, 1))
-    with pytest.raises(ValueError, match="holds no tensor"):
-        source.read("model.nothing")
 
 
 def test_huggingface_without_a_head_in_half_precision_and_as_pickle(tmp_path: Path):
@@ -119,10 +116,7 @@ def test_huggingface_tokenizer_and_padding(tmp_path: Path):
     "name, value, word",
     [
         ("activation_function", "relu", "relu"),
-        ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse"),
         ("scale_attn_weights", False, "scale_attn_weights"),
-        ("add_cross_attention", True, "add_cross_attention"),
-        ("reorder_and_upcast_attn", True, "reorder_and_upcast_attn"),
         ("model_type", "gpt_neo", "gpt_neo"),
         ("tie_word_embeddings", False, "lm_head.weight"),
         ("n_head", 5, "--num-attention-heads"),
@@ -148,8 +142,7 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path):
 # --- nanoGPT
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["_orig_mod.", ""])
+@pytest.mark.parametrize("bias, prefix", [(True, "_orig_mod."), (False, "")])
 def test_nanogpt(tmp_path: Path, bias: bool, prefix: str):
     held, weights = nanogpt_checkpoint(bias=bias, prefix=prefix)
     torch.save(held, tmp_path / "ckpt.pt")
@@ -160,13 +153,7 @@ def test_nanogpt(tmp_path: Path, bias: bool, prefix: str):
     # The moments have the same QKV order.
     first = {name: x * 0 if name.endswith("bias") and not bias else x + 1 for name, x in weights.items()}
     assert same(source, first, "exp_avg") and same(source, {name: x**2 for name, x in weights.items()}, "exp_avg_sq")
-    assert source.metadata["optimizer"]["adam_steps"] == 9
-    assert source.metadata["config"]["optimizer"]["adam_beta2"] == 0.95
-
-
-def test_nanogpt_leaves_out_what_is_not_certain(tmp_path: Path):
-    held, weights = nanogpt_checkpoint()
-    held["optimizer"]["param_groups"][0]["params"][:2] = [1, 0]
+    held["optimizer"]["param_groups"][0]["params"][:2] = [1, 0]  # The order of two moments is wrong.
     torch.save(held, tmp_path / "ckpt.pt")
     source = open_checkpoint(tmp_path)
     assert same(source, weights) and "optimizer" in source.left_out[0]
@@ -175,7 +162,7 @@ def test_nanogpt_leaves_out_what_is_not_certain(tmp_path: Path):
 
 def test_nanogpt_vocabulary(tmp_path: Path):
     held, weights = nanogpt_checkpoint(vocab_size=50304)
-    torch.save({name: value for name, value in held.items() if name != "optimizer"}, tmp_path / "ckpt.pt")
+    torch.save(held | {"optimizer": None}, tmp_path / "ckpt.pt")
     lines: list[str] = []
     assert open_checkpoint(tmp_path, log=lines.append).metadata["vocab_size"] == 50304
     assert "--vocab-size 50257" in lines[0]
@@ -189,6 +176,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     written, _ = nanogpt_checkpoint(prefix="")
     torch.save(written, tmp_path / "ckpt.pt")
     native = write_native(open_checkpoint(tmp_path), tmp_path / "native", tp_size=2)
+    assert open_checkpoint(native).metadata["config"]["optimizer"]["adam_beta2"] == 0.95
     vocabulary = [chr(33 + number) for number in range(101)]
     out = write_nanogpt(open_checkpoint(native), tmp_path / "out", tokenizer=CharacterTokenizer(vocabulary))
     back = torch.load(out / "ckpt.pt", weights_only=True)
@@ -204,20 +192,16 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert [meta["itos"][meta["stoi"][c]] for c in vocabulary] == vocabulary and meta["vocab_size"] == 101
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
+def test_what_nanogpt_has_not(tmp_path: Path) -> None:
+    for change, said in (
         ({"gelu": "tanh"}, "its GELU is tanh, and nanoGPT's is erf"),
-        ({"ffn_hidden_size": 80}, "--ffn-hidden-size is 80, and nanoGPT supports only 192"),
-        ({"layernorm_epsilon": 1e-6}, "--layernorm-epsilon is 1e-06, and nanoGPT supports only 1e-05"),
-    ],
-)
-def test_what_nanogpt_has_not(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    model = replace(SHAPE, **{"gelu": "erf", "ffn_hidden_size": None, **change})
-    source = InMemoryCheckpoint({f"model.{name}": value for name, value in random_weights(model).items()}, model)
-    with pytest.raises(ValueError, match=said):
-        write_nanogpt(source, tmp_path / "out", tokenizer=None)
-    assert not (tmp_path / "out").exists()
+        ({"gelu": "erf"}, "--ffn-hidden-size is 80, and nanoGPT supports only 192"),
+    ):
+        model = replace(SHAPE, **change)
+        source = InMemoryCheckpoint({f"model.{name}": value for name, value in random_weights(model).items()}, model)
+        with pytest.raises(ValueError, match=said):
+            write_nanogpt(source, tmp_path / "out", tokenizer=None)
+        assert not (tmp_path / "out").exists()
 
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 60
@@ -240,9 +224,8 @@ def characters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Train on nanoGPT's files, resume, sample, convert, and convert back."""
     save, back, out = f"{characters}/save", f"{characters}/back", characters / "chars"
-    small = [
-        word for pair in zip(SMALL[::2], SMALL[1::2], strict=True) if pair[0] != "--tokenizer-type" for word in pair
-    ]
+    at = SMALL.index("--tokenizer-type")
+    small = SMALL[:at] + SMALL[at + 2 :]
     data = ["--data-path", f"{characters}/train.bin", "--valid-data-path", f"{characters}/val.bin", "--eval-iters", "1"]
     sizes = "--num-layers 1 --hidden-size 32 --gelu erf --micro-batch-size 2".split()
     words, meta = [*small, *sizes, *data, "--save", save], ["--vocab-file", f"{characters}/meta.pkl"]
@@ -255,8 +238,6 @@ def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[s
     sample = "--prompt Speak --max-new-tokens 8 --greedy".split()
     assert generate_text.main(["--load", save, *sample]) == 0
     text = capsys.readouterr().out
-    assert generate_text.main(["--load", save, "--prompt", "Zebra", "--max-new-tokens", "8"]) == 2
-    assert "the text holds 'Z' (U+005A), which is not one of the" in capsys.readouterr().err
     assert checkpoint.main(["convert", save, str(out), "--to", "nanogpt", "--check"]) == 0
     assert checkpoint.main(["convert", str(out), back, "--to", "native", *meta, "--check"]) == 0
     said = capsys.readouterr()
@@ -391,41 +372,22 @@ def test_what_is_written_is_read_by_two_ranks_of_fsdp(fsdp: Path, tmp_path: Path
 
 def test_the_heads_are_asked_for_and_the_vocabulary_is_cut(fsdp: Path):
     assert_refused(fsdp / "nanogpt", "does not contain its number of attention heads: give --num-attention-heads")
-    with pytest.raises(ValueError, match="convert .* --to native --num-attention-heads 4; then"):
-        require_native_format(fsdp / "nanogpt", num_attention_heads=4)
     cut = opened(fsdp / "huggingface", replace(HINTS, vocab_size=99))
     assert cut.metadata["vocab_size"] == 99 and cut.tensors["exp_avg.word_embeddings.weight"].shape == (99, 48)
 
 
-@pytest.mark.parametrize(
-    "name, problem",
-    {
-        "model.layers.0.self_attn.q_proj.weight": "is not a GPT-2, but Llama or a similar model: holds model.layers.0",
-        "layers.0.attention.wq.weight": "but Llama or a similar model",
-        "gpt_neox.layers.0.attention.dense.weight": "but GPT-NeoX",
-        "bert.encoder.layer.0.x": "but BERT",
-        "encoder.block.0.layer.0": "but T5",
-        "something": "but another model: holds something, and 0 tensors with names that end in wte.weight",
-    }.items(),
-)
-def test_another_architecture_is_refused_by_its_name(tmp_path: Path, name: str, problem: str):
-    save_dcp({name: torch.ones(2, 2)}, checkpoint_id=tmp_path / "it", no_dist=True)
-    assert_refused(tmp_path / "it", problem)
-
-
 def test_other_tensors_than_those_of_the_model(tmp_path: Path):
     state = openai_state(random_weights(), transposed=False)
+    said = "is not a GPT-2: holds model.q_proj.weight, and 0 tensors with names that end in wte.weight"
 
     def write(name: str, held: dict[str, Tensor]) -> Path:
         save_dcp(dict(held), checkpoint_id=tmp_path / name, no_dist=True)
         return tmp_path / name
 
+    assert_refused(write("llama", {"model.q_proj.weight": torch.ones(2, 2)}), said)
     head = {"lm_head.weight": state["transformer.wte.weight"] + 1}
     assert_refused(write("head", state | head), "lm_head.weight is not wte.weight", num_attention_heads=4)
     more = {"transformer.h.0.attn.q_norm.weight": torch.ones(12)}
     assert_refused(write("more", state | more), "is not a part of GPT-2", num_attention_heads=4)
-    less = {name: value for name, value in state.items() if "h.1.mlp.c_fc.bias" not in name}
-    assert_refused(write("less", less), "holds no h.1.mlp.c_fc.bias", num_attention_heads=4)
-    ema = {f"ema.{name}": value for name, value in state.items() if name.startswith("transformer.ln_f")}
-    left_out = opened(write("ema", state | ema)).left_out
-    assert left_out == ["2 other tensors, ema.transformer.ln_f.weight among them"]
+    del state["transformer.h.1.mlp.c_fc.bias"]
+    assert_refused(write("less", state), "holds no h.1.mlp.c_fc.bias", num_attention_heads=4)

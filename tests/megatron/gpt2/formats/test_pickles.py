@@ -9,33 +9,23 @@ import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from data_utils.files.restricted_pickle import PickledObject
 from megatron.gpt2.formats import open_checkpoint
-from megatron.gpt2.formats.torch_files import DCP_METADATA, TORCH_DTYPES, load_torch_file, read_dcp_metadata
+from megatron.gpt2.formats.torch_files import DCP_METADATA, TORCH_DTYPES, load_torch_file
 from tests.fuzz.fuzzing import refusal
 from tests.megatron.gpt2.formats import crafted
 from tests.megatron.gpt2.formats.sample_checkpoints import (
+    nanogpt_checkpoint,
     openai_state,
     opened,
     random_weights,
     silent,
-    write_huggingface,
 )
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) and (isinstance(a, dict) or type(a) is type(b))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -45,18 +35,18 @@ def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
     for x in marked:
         x.tensor_model_parallel = True  # type: ignore[attr-defined]  # an attribute that Megatron sets on its masters
     plain = [None, True, 1, -1, 255, 65535, 2**31, -(2**40), 10**30, 1.5, math.inf, "é\n", (), (1,), (1, 2, 3)]
-    saved = {
-        "tensors": [torch.arange(5).to(dtype) for dtype in TORCH_DTYPES.values()],
-        "views": [base, base.t(), base[2:4, 1:3], base[5], torch.empty(0, 3), torch.tensor(3.5)],
-        "plain": [*plain, collections.OrderedDict(a=1), {5: {0.5: None}}],
-    }
+    views = [base, base.t(), base[2:4, 1:3], base[5], torch.empty(0, 3), torch.tensor(3.5)]
+    tensors = [*views, *(torch.arange(5).to(dtype) for dtype in TORCH_DTYPES.values())]
+    saved = {"tensors": tensors, "plain": [*plain, collections.OrderedDict(a=1), {5: {0.5: None}}]}
     objects = {"args": argparse.Namespace(lr=1.0, dtype=torch.float16), "set": {1, 2}, "numpy": np.arange(3)}
     path = tmp_path / "file with a space.pt"
     more = {"signal": signal.SIGTERM, "marked": marked, "shared": [base, base]}
     torch.save({**saved, **objects, **more}, path, _use_new_zipfile_serialization=not legacy)
     read = load_torch_file(path)
-    for key, value in saved.items():
-        assert same(value, read[key]), key
+    assert read["plain"] == saved["plain"]
+    assert [*map(type, read["plain"][: len(plain)])] == [*map(type, plain)]  # True is equal to 1.
+    for x, y in zip(tensors, read["tensors"], strict=True):
+        assert torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride()
     assert all(torch.equal(x, base) for x in read["marked"])
     assert all(isinstance(read[key], PickledObject) for key in objects)
     assert (read["args"].name, read["args"].attributes()) == ("argparse.Namespace", vars(objects["args"]))
@@ -85,7 +75,7 @@ def test_crafted(tmp_path: Path, executed: Path, name: str):
 
 
 def test_the_payloads_would_run(tmp_path: Path, executed: Path, genuine: tuple[Path, bytes]):
-    """With Python's unpickler the payloads run, so the other tests can fail."""
+    """Python's unpickler executes the payloads. The tests of crafted files can therefore fail."""
     crafted.FILES["nanogpt calls os.system, zip"](tmp_path)
     torch.load(tmp_path / "ckpt.pt", weights_only=False)
     assert executed.exists()
@@ -98,8 +88,7 @@ def test_what_was_crafted_is_right_but_for_one_thing(tmp_path: Path, genuine: tu
     """The files from which the crafted ones are made open without errors."""
     index = dict.fromkeys(openai_state(random_weights(), transposed=True), "model-1.safetensors")
     bodies: tuple[Callable[[Path], object], ...] = (
-        crafted.valid_zip,
-        write_huggingface,
+        lambda folder: torch.save(nanogpt_checkpoint()[0], folder / "ckpt.pt"),
         lambda folder: crafted.with_top(lambda top: None, folder),
         lambda folder: crafted.with_index(index, folder),
     )
@@ -137,11 +126,3 @@ def test_crafted_metadata(genuine: tuple[Path, bytes], executed: Path, name: str
 
     refusal(read, len(made) // 10, str(folder))  # The longest case takes 0.5 s.
     assert not executed.exists()
-
-
-def test_metadata_of_every_protocol(genuine: tuple[Path, bytes], tmp_path: Path):
-    found = []
-    for data in (genuine[1], pickle.dumps(pickle.loads(genuine[1]), 5)):
-        (tmp_path / DCP_METADATA).write_bytes(data)
-        found.append(read_dcp_metadata(tmp_path / DCP_METADATA))
-    assert all(found[0]) and found[0] == found[1]
