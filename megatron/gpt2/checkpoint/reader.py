@@ -8,22 +8,22 @@ manifest.json, in an iteration's folder, is one JSON object:
     metadata    about the run
     tensors     {tensor: {"dtype", "shape": global, without padding, "table_ranges": an index of `table_ranges`}}
     table_ranges
-                lists of [table, first row, one past the last row, entries]. Each list names the tables that have slices
-                of a tensor, by their index in `tables`. Tensors that are split equally, such as moments, share a list
+                lists of [table, first row, one past the last row, elements]. Each list names the tables with slices of
+                a tensor, by their index in `tables`. Tensors that are split equally, such as moments, share a list
     tables      {path: {"bytes", "sha256", "files": the number of files that the table lists}}
     sha256      the hash of all bytes of the manifest before this entry
 
 tables/rank_00000.jsonl, the table of a rank, has two lines, each a JSON object:
 
-    {"files": their number, "tensors": {tensor: [dtype, shape, first row, one past the last row, entries]}}
+    {"files": their number, "tensors": {tensor: [dtype, shape, first row, one past the last row, elements]}}
     {path: {"bytes", "sha256", "slices": {key: {"offset", "shape"}}}}
 
 The manifest has the hashes of the tables, and the tables have the hashes of the files. A commit reads only the first
-line of each table. A load reads the second lines of those tables that have rows which it needs.
+line of each table. A load reads the second line only of tables with rows that it needs.
 
 Older versions are read, too. Version 2 differs in names: `facts` for metadata, `held` for table_ranges, "boxes" for
-slices and for the folder of the tables. In version 1, the manifest itself had the second lines of all ranks as `files`.
-The reader treats such a manifest as its only table.
+slices and for the folder of the tables. In version 1, the manifest itself has the second lines of all ranks as `files`,
+and the reader treats this manifest as the only table.
 
 The key of a slice is the tensor's name. If a file has several slices of a tensor, the next keys end in "#1", "#2" and
 so on. The reader computes the expected safetensors header of a file from its table and compares the bytes. It never
@@ -116,9 +116,9 @@ class TableInfo(NamedTuple):
     sha256: str
 
 
-def table_path(rank: int, version: int = CHECKPOINT_VERSION) -> str:
+def table_path(rank: int) -> str:
     """Return the path of a rank's table, relative to the folder of the iteration."""
-    return f"{'boxes' if version < 3 else 'tables'}/rank_{rank:05d}.jsonl"
+    return f"tables/rank_{rank:05d}.jsonl"
 
 
 def tensor_name(key: str) -> str:
@@ -128,8 +128,8 @@ def tensor_name(key: str) -> str:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector inside the block. Python's garbage collector would visit the growing objects
-    again and again, which took two thirds of the time."""
+    """Disable Python's garbage collector inside the block. It would scan the growing objects again and again, and take
+    two thirds of the parsing time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -145,7 +145,7 @@ def row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
 
 
 def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
-    """Return the first row of some shards of a tensor, the row after their last one, and their number of elements."""
+    """Return three numbers for `shards` of a tensor: the first row, the row after the last one, and the elements."""
     tops, bottoms = zip(*(row_range(shard.tensor_slice) for shard in shards), strict=True)
     return min(tops), max(bottoms), sum(shard.tensor_slice.numel for shard in shards)
 
@@ -154,7 +154,7 @@ def file_header(
     file: str, iteration: int, slices: Mapping[str, tuple[torch.dtype, TensorSlice]]
 ) -> tuple[bytes, dict[str, int], int]:
     """Return the safetensors header of `file` with these `slices`, the first byte of each key's values in file order,
-    and the file's size. Wide dtypes are first in the file, so that every tensor is aligned."""
+    and the file's size. Tensors of wide dtypes are first in the file, so that every tensor is aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "file": file, "iteration": str(iteration)}}
     starts: dict[str, int] = {}
     end = 0
@@ -224,7 +224,6 @@ class NativeCheckpoint(BaseCheckpoint):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._parsed: dict[int, RankTable] = {}
-
         self._mapped: dict[str, tuple[Any, dict[str, int]]] = {}
         self._lock = threading.Lock()
         manifest = self.path / MANIFEST
@@ -245,16 +244,16 @@ class NativeCheckpoint(BaseCheckpoint):
             f"format version {version} is newer than {CHECKPOINT_VERSION}, the newest that this program reads: update "
             "the program",
         )
-        self._version = version
-        manifest = self._with_new_names(manifest)
+        is_old = version < CHECKPOINT_VERSION
+        self._rename: Callable[[Any], Any] = with_new_names if is_old else lambda values: values
+        manifest = self._rename(manifest)
         self.metadata = dict(manifest["metadata"])
         self.tensors = {
             name: TensorInfo(SAFETENSORS_DTYPES[info["dtype"]], _integers(info["shape"]))
             for name, info in manifest["tensors"].items()
         }
         self.tables: dict[str, TableInfo] = {}
-        # For each tensor and table, this gives the first row, the row after the last one, and the number of the
-        # tensor's elements in the table.
+        # For each tensor and table: the first row, the row after the last one, and the elements in the table.
         self._table_ranges: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
             self.tables[MANIFEST] = TableInfo(len(data), self.manifest_sha256)
@@ -263,7 +262,7 @@ class NativeCheckpoint(BaseCheckpoint):
         else:
             for number, (path, info) in enumerate(manifest["tables"].items()):
                 (size,) = _integers([info["bytes"]])
-                expected = table_path(number, version)
+                expected = f"boxes/rank_{number:05d}.jsonl" if is_old else table_path(number)
                 require(path == expected, f"names the file {path!r} instead of {expected}")
                 require(size <= MAX_MANIFEST_BYTES, f"{path} has {size:,} bytes, more than {MAX_MANIFEST_BYTES:,}")
                 self.tables[path] = TableInfo(size, info["sha256"])
@@ -278,9 +277,6 @@ class NativeCheckpoint(BaseCheckpoint):
             saved, numel = entries.get(id(self._table_ranges.get(name)), 0), math.prod(tensor.shape)
             require(saved == numel, f"{name}: its slices hold {saved} entries of {numel}")
 
-    def _with_new_names(self, values: Any) -> Any:
-        return with_new_names(values) if self._version < 3 else values
-
     def _table(self, number: int) -> RankTable:
         """Return a table. The first call for a table reads its file."""
         with self._lock:
@@ -291,7 +287,7 @@ class NativeCheckpoint(BaseCheckpoint):
                     data = (self.path / path).read_bytes()
                     is_same = hashlib.sha256(data).hexdigest() == info.sha256
                     require(is_same, f"damaged: its sha256 differs from {MANIFEST}")
-                    table = parse_table(self._with_new_names(parse_json(data.partition(b"\n")[2])), self.tensors)
+                    table = parse_table(self._rename(parse_json(data.partition(b"\n")[2])), self.tensors)
                     for name, shards in table.shards.items():
                         is_same = self._table_ranges[name].get(number) == extent(shards)
                         require(is_same, f"its rows of {name} differ from {MANIFEST}")
@@ -382,8 +378,8 @@ class NativeCheckpoint(BaseCheckpoint):
 
 
 def _parse_table_ranges(entries: Any, tables: int) -> dict[int, tuple[int, int, int]]:
-    """Parse a list of the manifest's `table_ranges`. Return the first row, one past the last row, and the entries, by
-    table."""
+    """Parse a list of the manifest's `table_ranges`. Return the first row, one past the last row, and the elements of
+    each table."""
     ranges = {table: (top, bottom, count) for table, top, bottom, count in (_integers(entry, 4) for entry in entries)}
     is_known = all(table < tables for table in ranges)
     require(is_known, f"{reprlib.repr(entries)} names a table that is not one of the {tables}")
