@@ -1,8 +1,8 @@
 """`BaseCheckpoint`, the interface of every checkpoint format, and `check_metadata`.
 
-Readers translate every format into the same terms: our tensor names, QKV head-major, a vocabulary without padding rows,
-and global tensors without ranks. The code that inspects, compares, converts and loads checkpoints therefore exists only
-once. A saved tensor consists of rectangular slices of the global tensor.
+Each reader translates its format into the same terms: our tensor names, QKV rows ordered by head, a vocabulary without
+padding rows, and global tensors without ranks. The code that inspects, compares, converts and loads checkpoints
+therefore exists only once. A saved tensor consists of rectangular slices of the global tensor.
 
 The hash in a manifest shows that its bytes did not change. The hash does not show who wrote the bytes. Callers
 therefore use `check_metadata` before they build anything from the metadata.
@@ -93,9 +93,9 @@ class BaseCheckpoint:
     format: one of `formats.FORMATS`.
     tensors: the saved tensors by our names, "model.<parameter>" and, if the checkpoint holds them, "master.",
         "exp_avg." and "exp_avg_sq.".
-    metadata: the values that our manifest has about a run, as far as this format saves them. It always has "config" (at
-        least {"model": {field of ModelConfig: value}}), "vocab_size" and "iteration".
-    left_out: one line for each thing that the files hold and this object does not.
+    metadata: the values that our manifest has about a run, as far as this format saves them. "config" (at least
+        {"model": {field of ModelConfig: value}}), "vocab_size" and "iteration" are always there.
+    left_out: one line for each part of the files that this object does not contain.
     """
 
     path: Path
@@ -129,7 +129,7 @@ class BaseCheckpoint:
 
     def saved_slices(self, name: str, target: TensorSlice) -> Iterable[tuple[TensorSlice, Callable[[], Tensor]]]:
         """Return pairs of a saved slice of `name` and a function that returns its values. Together the slices cover
-        `target`. Slices that do not overlap it may be among them."""
+        `target`. Slices outside `target` may be among them."""
         raise NotImplementedError
 
 
@@ -137,7 +137,7 @@ def check_metadata(checkpoint: BaseCheckpoint) -> ModelConfig:
     """Return the model configuration that the metadata describes.
 
     Raises ValueError, in one line, if the tensors do not have the shapes of that model, or if a value has a type that
-    a run cannot use. Most values may be absent.
+    a run cannot use. Most values of the metadata may be absent.
     """
     where = f"{checkpoint.path}: its metadata"
     metadata, hints = dict(_flatten(checkpoint.metadata)), _metadata_types()
@@ -200,5 +200,5 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 def saved_decay_iters(metadata: Mapping[str, Any]) -> int | None:
     """Return the iterations over which the learning rate decayed if no flag set them. A run with batch ramp-up has
-    fewer than `train_iters`. None if another program's files do not say."""
+    fewer than `train_iters`. None if the files of another program do not contain this number."""
     return metadata.get("decay_iters", metadata.get("train_iters"))

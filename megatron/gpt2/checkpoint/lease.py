@@ -3,14 +3,14 @@
     lease_0000000012     the owner's name; the number is the fencing token, and the highest number is the owner
 
 If a network fails, a restarted run and the old one may run at the same time. Each start creates the file with the next
-number, which only one process can do, and removes the file of the owner before it. Before each commit, the owner checks
+number, which only one process can do, and removes the file of the earlier owner. Before each commit, the owner checks
 that its file still exists. The check is not sufficient, because the process may be suspended between the check and the
 commit. A new owner also removes the uncommitted files of earlier owners. A commit is a rename of these files, which
 then fails.
 
 The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is
-refused if the newest file is locked. Otherwise it waits LIFETIME seconds to see whether the owner still sets the
-time. It does not wait if the lease has ended, or if the owner ran on this machine: the system has then removed
+refused if the newest file is locked. Otherwise the start waits LIFETIME seconds to see whether the owner still sets the
+time. The start does not wait if the lease has ended, or if the owner ran on this machine: the system has then removed
 the lock of a dead process.
 """
 
@@ -35,9 +35,9 @@ class LeaseLostError(OSError):
 
 
 class Lease:
-    """The lease of a folder. A thread renews it until `release`.
+    """The lease of a folder. A thread renews the lease until `release` is called.
 
-    is_lost: whether a later run has been found to own the folder.
+    is_lost: True after `check` has found that a later run owns the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,8 +47,8 @@ class Lease:
         self._renewal.start()
 
     def take(self) -> None:
-        """Make the folder and take its lease. If the folder was removed or moved, do this again. Raises FolderInUse if
-        another run owns it, and ValueError as `make_save_folder`."""
+        """Make the folder and take its lease. Call this method again if the folder was removed or moved. Raises
+        FolderInUse if another run owns the folder, and ValueError as `make_save_folder`."""
         make_save_folder(self._folder)
         text = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n"
         while True:
@@ -121,8 +121,8 @@ class Lease:
 
 
 def check_not_in_use(folder: Path) -> int:
-    """Return the number of the newest lease of `folder`, 0 without one. Raises FolderInUse if its owner still uses
-    it."""
+    """Return the number of the newest lease of `folder`, or 0 if there is none. Raises FolderInUse if the owner of this
+    lease still uses the folder."""
     newest = max(folder.glob(PATTERN), default=None)
     if newest is None:
         return 0
@@ -151,8 +151,8 @@ def _is_owned(path: Path) -> bool:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a lease, "" if it is gone. Opening the file gets the current one from a network file system,
-    unlike `stat`."""
+    """Return the text of a lease, or "" if the file is gone. On a network file system, opening a file reads its current
+    version, unlike `stat`."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=no_follow) as file:
         return file.read(200).decode(errors="replace")
     return ""

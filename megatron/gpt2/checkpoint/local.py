@@ -62,7 +62,7 @@ def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[
     """Call `work` on each rank of `group` and return all results, by rank. Raises OSError on every rank if one rank
     raised it; the message names that rank.
 
-    group: None for one rank.
+    group: None if there is only one rank.
     """
     outcome: tuple[str, Any]
     try:
@@ -114,7 +114,7 @@ def transfer_files(
 
 
 class LocalCheckpoints:
-    """Writes the local checkpoints of a run. Every rank has an object and calls `save` at the same steps.
+    """Writes the local checkpoints of a run. Every rank has a `LocalCheckpoints` and calls `save` at the same steps.
 
     folder: the run's folder on this machine.
     hosts: the machine of each rank.
@@ -184,8 +184,9 @@ class LocalCheckpoints:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _remove_others(self, newest: Path) -> None:
-        """Keep `newest` and the CHECKPOINTS_KEPT - 1 checkpoints before it. Later iterations were written before a
-        rollback. Temporary folders of this start stay, because another rank may already write the next checkpoint."""
+        """Remove all checkpoints except `newest` and the CHECKPOINTS_KEPT - 1 before it. Those of later iterations were
+        written before a rollback. Temporary folders of this start stay, because another rank may already write the
+        next checkpoint."""
         before = [path for _, path in list_iterations(self._folder) if path.name < newest.name]
         for path in set(self._folder.glob("iter_*")) - {newest, *before[: CHECKPOINTS_KEPT - 1]}:
             if not path.name.endswith(f".tmp-{self._start_id}"):
@@ -202,14 +203,14 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
     reports = [
         json.loads(text) for text in gather("local checkpoints", rank_info.rank, json.dumps([run, newest, inventory]))
     ]
-    (run, newest, _), everywhere = reports[0], [one for _, _, one in reports]
-    number = newest_complete_iteration(everywhere)
+    (run, newest, _), inventories = reports[0], [inventory for _, _, inventory in reports]
+    number = newest_complete_iteration(inventories)
     if not run or number <= newest:
         return None
     folder = Path(directory) / run
     path, problem = folder / f"iter_{number:07d}", ""
     try:
-        _fetch(path, [one.get(str(number)) for one in everywhere], rank_info, log)
+        _fetch(path, [inventory.get(str(number)) for inventory in inventories], rank_info, log)
         if rank_info.local_rank == 0:
             write_atomically(folder / LATEST_FILE, f"{number}\n".encode())
         problem = NativeCheckpoint(path).find_damage(rank_info.local_rank, rank_info.local_world_size)
@@ -224,16 +225,16 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
 def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: RankInfo, log: Log) -> None:
     """Copy missing files of a checkpoint between machines.
 
-    by_rank: the inventory of each rank; the first rank of a machine reports for the machine.
+    by_rank: the inventory of each rank. Only the first rank of a machine has one.
     """
-    files: dict[str, int] = next(one["files"] for one in by_rank if one)
+    files: dict[str, int] = next(inventory["files"] for inventory in by_rank if inventory)
     hosts = rank_info.hosts or {0: ""}
     # The first rank of each machine represents it.
     firsts = {host: rank for rank, host in reversed(hosts.items())}.values()
     transfers: list[FileTransfer] = []
     for file in files:
-        having = [rank for rank in firsts if (one := by_rank[rank]) and file in one["present"]]
-        transfers += [(file, having[0], rank) for rank in firsts if rank not in having]
+        sources = [rank for rank in firsts if (inventory := by_rank[rank]) and file in inventory["present"]]
+        transfers += [(file, sources[0], rank) for rank in firsts if rank not in sources]
     if transfers:
         began = time.monotonic()
         with temporary_group(rank_info) as group:
@@ -260,20 +261,24 @@ def local_inventory(folder: Path) -> dict[str, LocalInventory]:
 
 
 def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> int:
-    """Return the newest iteration of the run in `save` that has a local checkpoint on this machine; 0 without one. No
-    tensor is read.
+    """Return the newest iteration of the run in `save` that has a local checkpoint on this machine, or 0 if there is
+    none. No tensor is read.
 
-    one_machine: no other machine can hold missing files, so only complete checkpoints count.
+    one_machine: True if no other machine can have missing files. Then only complete checkpoints count.
     """
     inventory = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
     return newest_complete_iteration([inventory]) if one_machine else max(map(int, inventory), default=0)
 
 
-def newest_complete_iteration(everywhere: Sequence[Mapping[str, LocalInventory]]) -> int:
-    """Return the newest iteration whose files all exist on at least one machine, or 0 if there is none."""
-    for number in sorted({number for one in everywhere for number in one}, key=int, reverse=True):
-        inventories = [one[number] for one in everywhere if number in one]
-        present = {file for one in inventories for file in one["present"]}
-        if len({one["digest"] for one in inventories}) == 1 and present == inventories[0]["files"].keys():
+def newest_complete_iteration(by_machine: Sequence[Mapping[str, LocalInventory]]) -> int:
+    """Return the newest iteration each of whose files exists on a machine, or 0 if there is none.
+
+    by_machine: the result of `local_inventory` of each machine.
+    """
+    for number in sorted({number for iterations in by_machine for number in iterations}, key=int, reverse=True):
+        inventories = [iterations[number] for iterations in by_machine if number in iterations]
+        present = {file for inventory in inventories for file in inventory["present"]}
+        digests = {inventory["digest"] for inventory in inventories}
+        if len(digests) == 1 and present == inventories[0]["files"].keys():
             return int(number)
     return 0

@@ -61,7 +61,7 @@ class FolderInUse(ValueError):
 
 
 def gather_alone(text: str) -> list[str]:
-    """Return what `Gather` returns if there is only one rank."""
+    """Gather the texts of a run with one rank (`Gather`)."""
     return [text]
 
 
@@ -81,8 +81,8 @@ def find_checkpoint(
 
     All ranks call this function and get the same result. Rank 0 proposes a checkpoint, every rank opens it, and each
     rank hashes its share of the files (`verify`). The checkpoint is used if it is valid on all ranks. Folders renamed
-    to `.old-N` are tried last, except that of the iteration in `LATEST_FILE` if this is missing. Nothing on the
-    disk changes. Every rank logs the warnings.
+    to `.old-N` are tried last. But if the iteration in `LATEST_FILE` has only such a folder, it is tried first. Nothing
+    on the disk changes. Every rank logs the warnings.
 
     Return None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are
     damaged.
@@ -132,10 +132,10 @@ def _load_order(directory: Path) -> tuple[Any, ...]:
                 raise ValueError(f"holds {text!r} instead of the number of an iteration")
     except ValueError as error:
         return None, names, str(error)
-    first = [f"iter_{int(text):07d}"]
-    if first[0] not in names:  # A crash between the two renames of a commit leaves it under another name.
-        first += [name for name in names if name.startswith(f"{first[0]}.")][:1]
-    return int(text), [*first, *(name for name in names if name not in first)]
+    preferred = [f"iter_{int(text):07d}"]
+    if preferred[0] not in names:  # A crash between the two renames of a commit leaves only a folder `.old-N`.
+        preferred += [name for name in names if name.startswith(f"{preferred[0]}.")][:1]
+    return int(text), [*preferred, *(name for name in names if name not in preferred)]
 
 
 def _read_start(path: Path) -> bytes:
@@ -203,7 +203,8 @@ def detect_format_by_file_names(path: str | Path, iteration: int | None = None) 
     """Return the format of the checkpoint at `path`, and the iteration's folder or the file to open. None if the format
     is unknown. The function reads only file names and the latest-iteration file.
 
-    If a folder has several iterations, this chooses `iteration`, else that in `LATEST_FILE`, else the newest one.
+    If a folder has several iterations, the function chooses `iteration`, or else the one in `LATEST_FILE`, or else the
+    newest one.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".pt" and not FOLDER_FILES.fullmatch(path.name):

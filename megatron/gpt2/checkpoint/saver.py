@@ -71,7 +71,7 @@ class Saver:
     timeout_s: how long rank 0 waits until it sees the files of other ranks.
     storage_timeout_s: how long each rank waits for its own files.
     local_world_size: the ranks that share this machine's memory.
-    gather: a collective that returns the texts of all ranks, and allows for both times.
+    gather: a collective that returns the texts of all ranks, and waits longer than both times.
     check_owner: raises OSError if this run must not commit.
     saved_iteration: the last iteration that all ranks report as committed.
     last_error: the last error on this rank.
@@ -173,6 +173,7 @@ class Saver:
         return final
 
     def _wait_for_tables(self, folder: Path, pending: PendingSave) -> None:
+        """Wait until the tables of all ranks are in `folder`. Raises OSError as `write`."""
         tables = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
         began = time.monotonic()
         # One listing serves all ranks. With thousands of ranks, a query for each file would load the file system.
@@ -200,8 +201,8 @@ class Saver:
         failed = any(self._gather_errors(pending.written, pending))
         self._pending = None
         if isinstance(pending.written.exception(), OSError):
-            return None
-        path = pending.written.result()
+            return None  # `write` has logged the error.
+        path = pending.written.result()  # raises an error of another type, even if a different rank had an OSError
         if failed:
             return None
         if path.parent == self.folder:  # The checkpoint is not in best/.

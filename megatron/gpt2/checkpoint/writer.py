@@ -4,8 +4,8 @@
       latest_checkpointed_iteration.txt     the latest-iteration file: the iteration to load
       iter_0000300/manifest.json, tables/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
-Every rank writes its files into `iter_0000300.tmp-<save_id>/`. Its table, with the slices and hashes of these files, is
-last. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the latest-iteration
+Every rank writes its files into `iter_0000300.tmp-<save_id>/`, and then its table, which has their slices and hashes.
+Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the latest-iteration
 file. No step is a collective operation. A crash before the last of these steps leaves the earlier checkpoints and the
 latest-iteration file unchanged.
 
@@ -96,7 +96,7 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
     infos = in_threads(
         lambda file: write_safetensors(folder, file, iteration, files[file]), files, 1 if streamed else IO_THREADS
     )
-    listed = {
+    file_entries = {
         file: {
             "bytes": info.bytes,
             "sha256": info.sha256,
@@ -110,9 +110,9 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
         for shards in files.values()
         for key, shard in shards.items()
     }
-    second = json.dumps(listed)
+    files_line = json.dumps(file_entries)
     try:
-        table = parse_table(json.loads(second), tensors)
+        table = parse_table(json.loads(files_line), tensors)
         for file, info in table.files.items():
             check_file_size(folder / file, info.bytes)
     except ValueError as error:
@@ -121,9 +121,10 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
         name: [SAFETENSORS_CODES[tensors[name].dtype], tensors[name].shape, *extent(shards)]
         for name, shards in table.shards.items()
     }
-    data = f"{json.dumps({'files': len(listed), 'tensors': extents})}\n{second}\n".encode()
-    write_atomically(folder / table_path(rank), data)
-    return data
+    tensors_line = json.dumps({"files": len(file_entries), "tensors": extents})
+    table_bytes = f"{tensors_line}\n{files_line}\n".encode()
+    write_atomically(folder / table_path(rank), table_bytes)
+    return table_bytes
 
 
 def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[str, ShardedTensor]) -> FileInfo:
@@ -189,20 +190,20 @@ def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable
     """
     tensors: dict[str, Any] = {}
     table_ranges: dict[str, list[tuple[int, ...]]] = {}
-    listed: dict[str, Any] = {}
+    table_entries: dict[str, Any] = {}
     for rank, table in enumerate(tables):
-        first = json.loads(table.partition(b"\n")[0])
-        for name, (dtype, shape, *rows_and_entries) in first["tensors"].items():
+        tensors_line = json.loads(table.partition(b"\n")[0])
+        for name, (dtype, shape, *rows_and_entries) in tensors_line["tensors"].items():
             info = {"dtype": dtype, "shape": shape}
             assert tensors.setdefault(name, info) == info, (name, tensors[name], info)
             table_ranges.setdefault(name, []).append((rank, *rows_and_entries))
         sha256 = hashlib.sha256(table).hexdigest()
-        listed[table_path(rank)] = {"bytes": len(table), "sha256": sha256, "files": first["files"]}
+        table_entries[table_path(rank)] = {"bytes": len(table), "sha256": sha256, "files": tensors_line["files"]}
     range_index: dict[tuple[tuple[int, ...], ...], int] = {}
     for name, info in tensors.items():
         info["table_ranges"] = range_index.setdefault(tuple(table_ranges[name]), len(range_index))
     entries = {"version": CHECKPOINT_VERSION, "iteration": iteration, "metadata": metadata, "tensors": tensors}
-    return checksummed_lines(entries | {"table_ranges": list(range_index), "tables": listed})
+    return checksummed_lines(entries | {"table_ranges": list(range_index), "tables": table_entries})
 
 
 def commit(
@@ -226,13 +227,13 @@ def commit(
     except ValueError as error:
         raise OSError(f"the files were not written correctly: {error}") from error
     sync_folders(folder)
-    latest_file, number = final.parent / LATEST_FILE, f"{iteration}\n".encode()
+    latest_file, line = final.parent / LATEST_FILE, f"{iteration}\n".encode()
     # The latest-iteration file is replaced last. After a crash before that, it still names the earlier checkpoint.
-    successor_path = latest_file.with_name(f"{LATEST_FILE}.tmp-{folder.name}")  # Only this run uses this name.
-    with _write_errors(latest_file, len(number)), atomic_write(latest_file, successor_path) as successor:
-        successor.write(number)
+    new_latest_path = latest_file.with_name(f"{LATEST_FILE}.tmp-{folder.name}")  # Only this run uses this name.
+    with _write_errors(latest_file, len(line)), atomic_write(latest_file, new_latest_path) as new_latest:
+        new_latest.write(line)
         # The file is flushed before the renames, so that a full disk cannot stop the commit between them.
-        flush_to_disk(successor)
+        flush_to_disk(new_latest)
         check_owner()
         if final.exists() and folder.exists():
             log(f"WARNING: {final} exists already and is saved again: the existing one is now {rename_old(final)}")

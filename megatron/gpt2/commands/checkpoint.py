@@ -163,7 +163,7 @@ def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenize
 
 
 def layout_from_args(args: argparse.Namespace) -> MegatronLayout:
-    """Return the layout in which to write, from the flags. `merge` has none and writes for one rank."""
+    """Return the layout in which to write, from the flags. `merge` has no such flags and writes for one rank."""
     fields = MegatronLayout.__dataclass_fields__
     return MegatronLayout(**{name: value for name, value in vars(args).items() if name in fields})
 

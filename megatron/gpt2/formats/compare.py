@@ -122,24 +122,23 @@ def compare_tensors(a: BaseCheckpoint, b: BaseCheckpoint) -> CheckpointDifferenc
 
 
 def _row(a: BaseCheckpoint, b: BaseCheckpoint, name: str) -> TensorComparison:
-    first, second = a.tensors.get(name), b.tensors.get(name)
-    if first is None or second is None:
-        return TensorComparison(name, (), None, f"only in the {'first' if first else 'second'}")
-    if first.shape != second.shape:
-        return TensorComparison(
-            name, first.shape, None, f"different shape: {_format_shape(second.shape)} in the second"
-        )
-    kinds = [_stored_weight(a, name, second), _stored_weight(b, name, first)]
-    max_difference = max_abs_difference(a.read(kinds[0]), b.read(kinds[1]))
-    notes = [f"{_dtype_name(first)} and {_dtype_name(second)}"] * (first.dtype != second.dtype)
-    notes += ["the master is compared"] * (kinds != [name, name])
+    info_a, info_b = a.tensors.get(name), b.tensors.get(name)
+    if info_a is None or info_b is None:
+        return TensorComparison(name, (), None, f"only in the {'first' if info_a else 'second'}")
+    if info_a.shape != info_b.shape:
+        note = f"different shape: {_format_shape(info_b.shape)} in the second"
+        return TensorComparison(name, info_a.shape, None, note)
+    names = [_stored_weight(a, name, info_b), _stored_weight(b, name, info_a)]
+    max_difference = max_abs_difference(a.read(names[0]), b.read(names[1]))
+    notes = [f"{_dtype_name(info_a)} and {_dtype_name(info_b)}"] * (info_a.dtype != info_b.dtype)
+    notes += ["the master is compared"] * (names != [name, name])
     notes += ["NaN in only one"] * math.isnan(max_difference)
-    return TensorComparison(name, first.shape, max_difference, ", ".join(notes))
+    return TensorComparison(name, info_a.shape, max_difference, ", ".join(notes))
 
 
 def _stored_weight(source: BaseCheckpoint, name: str, other: TensorInfo) -> str:
-    """The tensor of `source` to compare with the tensor `name` of the other checkpoint: the fp32 master of a 16-bit
-    weight if the other one is fp32, because an export in fp32 has the masters as its weights."""
+    """Return the tensor of `source` to compare with the tensor `name` of the other checkpoint. If `name` is a 16-bit
+    weight here and fp32 there, this is the fp32 master, because the weights of an export in fp32 are the masters."""
     master = name.replace("model.", "master.", 1)
     is_rounded = source.tensors[name].dtype != other.dtype == torch.float32
     return master if is_rounded and master in source.tensors else name
@@ -148,12 +147,12 @@ def _stored_weight(source: BaseCheckpoint, name: str, other: TensorInfo) -> str:
 def max_abs_difference(x: Tensor, y: Tensor) -> float:
     """Return the largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs count as
     equal. Two infinities of the same sign count as equal. The difference of a NaN and a number is NaN."""
-    max_difference = []
-    for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
-        some, other = some.double(), other.double()
-        same = (some == other) | (some.isnan() & other.isnan())
-        max_difference.append((some - other).abs().masked_fill(same, 0).max())  # max returns NaN if there is a NaN.
-    return torch.stack(max_difference).max().item()
+    differences = []
+    for part_x, part_y in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
+        part_x, part_y = part_x.double(), part_y.double()
+        is_same = (part_x == part_y) | (part_x.isnan() & part_y.isnan())
+        differences.append((part_x - part_y).abs().masked_fill(is_same, 0).max())  # max returns NaN if there is a NaN.
+    return torch.stack(differences).max().item()
 
 
 def format_difference(difference: CheckpointDifference) -> list[str]:

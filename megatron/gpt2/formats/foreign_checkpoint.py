@@ -116,14 +116,14 @@ OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors
 class ForeignCheckpoint(BaseCheckpoint):
     """A checkpoint of another program. The object keeps no tensor in memory.
 
-    iteration: default, the optimizer's steps.
+    iteration: None stands for the number of optimizer steps.
     model: the model's configuration, with the true vocabulary size.
     metadata: other values, with the names of our manifest.
-    weights: the weights by our names, with the model's shapes.
-    left_out: one line for each thing that the files hold and this object does not. `read_optimizer` may append lines.
-    read_optimizer: returns moments, metadata, and masters if they are not the weights. None: the files hold no state.
-        If it fails, or if a master, rounded to the dtype of the weights, is not the weight, the state is left out, with
-        `problem` in the line. Padding rows of the word embeddings are left out.
+    weights: the weights by our names, with the model's shapes. Padding rows of the word embeddings are left out.
+    left_out: one line for each part of the files that this object does not contain.
+    read_optimizer: returns moments, metadata, and masters if they are not the weights; may append lines to `left_out`.
+        None if the files have no optimizer state. The state is left out, with a line that contains `problem`, if
+        reading fails or if a master, rounded to the dtype of its weight, is not equal to the weight.
 
     Raises ValueError for weights that are not floating-point.
     """
@@ -223,8 +223,8 @@ def matrix_shape(shapes: Mapping[str, Shape], name: str) -> Shape:
 
 
 def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) -> int:
-    """Return the number of heads from the file (`saved`) or from `hints`. Raises ValueError that lists possible
-    numbers, if the number is unknown or does not divide `hidden_size`."""
+    """Return the number of heads from the file (`saved`) or from `hints`. Raises ValueError, with the possible numbers,
+    if the number is unknown or does not divide `hidden_size`."""
     heads = saved if isinstance(saved, int) else hints.num_attention_heads
     fitting = [n for n in range(tp_size, hidden_size + 1, tp_size) if hidden_size % n == 0]
     if heads in fitting:
@@ -281,11 +281,11 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Entries, **progress: 
 def read_adam(
     optimizer: Entries, weights: LazyTensors, masters: Sequence[Sequence[Tensor]] = ()
 ) -> tuple[dict[str, LazyTensors], list[Any], int]:
-    """Read the state of an Adam, which has numbers instead of names: first matrices, which decay, then vectors, both in
-    the order of `weights`. Return the tensors by kind and name, the `param_groups`, and the steps. Raises ValueError,
-    LookupError or another error of parsing if the state does not belong to the weights.
+    """Read the state of an Adam, which numbers its parameters: first the matrices, which have weight decay, then the
+    vectors, both in the order of `weights`. Return the tensors by kind and name, the `param_groups`, and the steps.
+    Raises ValueError, LookupError or another error of parsing if the state does not belong to the weights.
 
-    masters: of the two groups, if they are not the weights.
+    masters: the masters of the two groups, if they are not the weights.
     """
     groups, moments = optimizer["param_groups"], optimizer["state"]
     states: TensorsByKind = {kind: {} for kind in (OPTIMIZER_KINDS if masters else MOMENTS)}

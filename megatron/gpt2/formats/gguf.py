@@ -151,7 +151,8 @@ def _add_sentencepiece(writer: Any, tokenizer: SentencePieceTokenizer) -> str:
         return "it is not a BPE of SentencePiece"
     if model.decode(model.encode(SPACES)) != SPACES or model.encode(SPACES) == model.encode(SPACES.strip()):
         return "its SentencePiece model changes spaces"
-    end = [END_OF_TEXT] * (tokenizer.vocab_size - len(numbers))  # the ids that are not in the SentencePiece model
+    # The tokenizer may have one more id, for the end of a document, than its SentencePiece model.
+    end = [END_OF_TEXT] * (tokenizer.vocab_size - len(numbers))
     writer.add_tokenizer_model("llama")
     writer.add_token_list([model.id_to_piece(i) for i in numbers] + end)
     writer.add_token_scores(scores + [0.0] * len(end))

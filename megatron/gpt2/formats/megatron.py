@@ -292,8 +292,7 @@ def write_megatron(
                     format, {megatron_name: rank_part("model", name) for megatron_name, name in names.items()}
                 )
             if with_optimizer:
-                # If there are no names, the tensors have the order of the model: first the group with weight decay,
-                # then the other one.
+                # The state has no names. Its tensors have the order of the model: first those with weight decay.
                 groups: list[list[dict[str, Tensor]]] = [[], []]
                 for name in (name for names in chunks for name in names.values()):
                     vector = len(specs[name].global_shape) == 1

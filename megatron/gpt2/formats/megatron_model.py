@@ -129,7 +129,7 @@ class MegatronLayout:
     """The parallel layout of an export: tensor and pipeline sizes.
 
     first: the number of layers of the first stage, if it differs from the middle stages.
-    last: the same for the last stage.
+    last: the number of layers of the last stage, if it differs from the middle stages.
     virtual_layers: the number of layers of a chunk, if stages are interleaved.
     """
 
@@ -140,15 +140,16 @@ class MegatronLayout:
     last: int | None = None
 
     def virtual(self, num_layers: int) -> int:
-        """Return the number of chunks of layers per stage. Raises ValueError that names the flag."""
+        """Return the number of chunks of layers per stage. Raises ValueError, which names the flag, if the sizes do not
+        fit `num_layers`."""
         return 1 if self.virtual_layers is None else num_model_chunks(num_layers, self.pipeline, self.virtual_layers)
 
 
 def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) -> list[list[dict[str, str]]]:
-    """Return the chunks of layers of each stage. A chunk is {name in the file, as in 2019: our parameter name}.
+    """Return the chunks of layers of each stage. A chunk is {parameter name, with layers numbered from 0: our name}.
 
-    Layers are numbered from 0 in every chunk. With several stages, the last one also has the word embeddings, as
-    `EMBEDDINGS_FOR_HEAD`. Raises ValueError, which names the flag, for a layout that this format does not support.
+    With several stages, the last one also has the word embeddings, as `EMBEDDINGS_FOR_HEAD`. Raises ValueError, which
+    names the flag, for a layout that this format does not support.
     """
     pp_size, vpp_size, core = layout.pipeline, layout.virtual(model.num_layers), format == "megatron-core"
     least = 2 if core else 3
@@ -190,8 +191,10 @@ def merge_ranks(
 ) -> TensorsByKind:
     """Merge the shards of all ranks to the tensors of each kind (model, master, ...) for all parameters.
 
-    order: permutes a rank's QKV rows to our order. Raises ValueError that names the file if a shard is missing, has a
-    wrong shape, or if ranks have different values of a replicated parameter or of the word embeddings.
+    order: permutes a rank's QKV rows to our order.
+
+    Raises ValueError, which names the file, if a shard is missing or has a wrong shape, or if ranks have different
+    values of a replicated parameter or of the word embeddings.
     """
     merged: TensorsByKind = {kind: {} for kind in ranks[0][1]}
     for kind, made in merged.items():
@@ -293,7 +296,7 @@ def infer_model_config(
     if true_size is None and flag_size is None:
         report_padding(padded, log)
         divisor = 1
-    # In 2019 Megatron had only the tanh form. Later versions use it in the fused kernel, and otherwise the erf form.
+    # Megatron of 2019 has only the tanh form. Later versions use tanh in the fused kernel, and otherwise erf.
     tanh = "openai_gelu" not in args or args["openai_gelu"] or args.get("bias_gelu_fusion")
     model = ModelConfig(
         num_layers=num_layers,
@@ -327,7 +330,7 @@ def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
 
 
 def run_entries(source: BaseCheckpoint, model: ModelConfig, layout: MegatronLayout, format: str) -> dict[str, Any]:
-    """Return the entries of a checkpoint that describe the run, with its `args`. Megatron compares these with its
+    """Return the entries of a checkpoint that describe the run, with its `args`. Megatron compares the entries with its
     flags, or uses them instead of flags."""
     entries: dict[str, Any] = {"iteration": source.iteration, TRUE_VOCAB_SIZE: source.metadata["vocab_size"]}
     if format == "megatron-2019":

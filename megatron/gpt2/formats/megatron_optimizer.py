@@ -170,8 +170,8 @@ def megatron_adam_metadata(
 
 
 def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str]) -> tuple[int, dict[str, Any]]:
-    """Read the learning rate schedule. Return the number of steps that were not skipped, and our flags of the
-    schedule."""
+    """Read the learning rate schedule. Return the number of optimizer steps that were not skipped, and the schedule as
+    our flags."""
     saved = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
     version = next((version for version, names in SCHEDULE_KEYS.items() if names.end in saved), None)
     old = version == "megatron-2019"
@@ -202,12 +202,13 @@ def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str])
     }
 
 
-# --- written
+# --- write
 
 
 def optimizer_state_dict(source: BaseCheckpoint, groups: ParamGroups, format: str) -> dict[str, Any]:
-    """Return the entry `optimizer` of a rank's file. The loss scaler of 2019, an object in Megatron, is a dictionary
-    here. For fp32 weights, later versions save only Adam's state, because the weights are the masters."""
+    """Return the entry `optimizer` of a rank's file. In the format of 2019, the loss scaler is a dictionary here, but
+    an object in Megatron's files. For fp32 weights, later formats have only Adam's state, because the weights are the
+    masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
     first, param_groups = len(groups[0]), megatron_param_groups(source)
     param_groups[0]["params"], param_groups[1]["params"] = list(range(first)), list(range(first, len(numbered)))
@@ -239,7 +240,7 @@ def optimizer_state_dict(source: BaseCheckpoint, groups: ParamGroups, format: st
 
 
 def grad_scaler_state_dict(source: BaseCheckpoint) -> dict[str, Any]:
-    """Return the loss-scaler entry of Megatron v2 and later, or {} if the weights are not fp16."""
+    """Return {"grad_scaler": state of the loss scaler} of Megatron v2 and later, or {} if the weights are not fp16."""
     if source.tensors[f"model.{TIED_WEIGHT}"].dtype != torch.float16:
         return {}
     scaler = source.metadata["optimizer"]["loss_scaler"]
@@ -250,9 +251,9 @@ def grad_scaler_state_dict(source: BaseCheckpoint) -> dict[str, Any]:
 
 
 def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
-    """Adam's param groups with and without weight decay. Since v2, Megatron multiplies the learning rate and the decay
-    by `lr_mult` and `wd_mult` of each group. Megatron Core identifies groups by these two and by the two `is_...`
-    keys."""
+    """Return Adam's param groups with and without weight decay. Since v2, Megatron multiplies the learning rate and the
+    decay by `lr_mult` and `wd_mult` of each group. Megatron Core identifies groups by `lr_mult`, `wd_mult` and the two
+    `is_...` keys."""
     config = optimizer_config(source)
     return [
         {
@@ -272,8 +273,8 @@ def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 
 def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Log) -> dict[str, Any] | None:
-    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the format lacks this
-    schedule."""
+    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3. None if the format does not have
+    the schedule of `source`."""
     config, metadata = optimizer_config(source), source.metadata
     style, old = config.lr_decay_style, format == "megatron-2019"
     batch: Any = metadata.get("global_batch_size")

@@ -1,10 +1,11 @@
 """GPT-2 with OpenAI's parameter names, which Hugging Face, nanoGPT and DCP folders use. Read and write the last two.
 
-QKV rows have the order [3, heads, head size]. Hugging Face stores linear layers as [in, out], nanoGPT as [out, in].
+QKV rows have the order [3, heads, head size]. Hugging Face stores linear layers as [in, out], and nanoGPT as
+[out, in].
 
 nanoGPT's ckpt.pt has weights, AdamW's state and `model_args`; its meta.pkl has the characters. nanoGPT uses the erf
-form of GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. Its train.py loads them if
-they have Adam's state.
+form of GELU and fp32 weights, which are also the masters. nanoGPT's sample.py loads our exports, and nanoGPT's train.py
+loads exports with Adam's state.
 
 A DCP folder is the output of `torch.distributed.checkpoint.save` for an FSDP model, with or without AdamW's state,
 under the names of Hugging Face or nanoGPT. It contains neither the number of heads nor the form of GELU. Our
@@ -147,9 +148,9 @@ def _strip_prefix(prefix: str, name: str) -> str:
 
 def to_native_tensors(model: ModelConfig, tensors: LazyTensors, *, transposed: bool) -> dict[str, LazyTensor]:
     """Convert `tensors`, with OpenAI's names, to our names and layout. The word embeddings may have padding rows. If
-    the model has no biases, they are zeros here. Raises ValueError if other shapes differ from `model`.
+    `tensors` has no biases, the result has biases of zero. Raises ValueError if a shape does not fit `model`.
 
-    transposed: linear layers are stored [in, out].
+    transposed: whether linear layers are [in, out].
     """
     native, remaining, has_biases = {}, dict(tensors), "ln_f.bias" in tensors
     for name, spec in model_partition_specs(model).items():
@@ -190,8 +191,8 @@ def build_checkpoint(
 
     saved: the fields of ModelConfig that are in the file.
     read: returns the optimizer state of the weights, with OpenAI's names.
-    tied: True if the file may lack a head.
-    iteration: default, the optimizer's steps.
+    tied: True if the file may have no LM head.
+    iteration: None stands for the number of optimizer steps.
     """
     left_out: list[str] = []
     weights, has_head = find_weights(tensors, left_out)
@@ -259,9 +260,9 @@ def export_tensors(
 def export_state(
     source: BaseCheckpoint, folder: Path, *, transposed: bool, dtype: torch.dtype | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the weights ("model"), from the masters if there are any, and AdamW's moments if the source has them, by
-    kind and Hugging Face's name. torch's writers need all tensors at once, so these are memory-mapped from temporary
-    files in `folder`."""
+    """Return {kind: {Hugging Face's name: tensor}}: the weights (kind "model"), from the masters if there are any, and
+    AdamW's moments if the source has them. torch's writers need all tensors at once, so the tensors are memory-mapped
+    from temporary files in `folder`."""
     kinds = {"model": export_kind(source, "fp32")}
     if has_optimizer(source):
         kinds |= {moment: moment for moment in MOMENTS}

@@ -31,9 +31,9 @@ def require_new_folder(out: str | Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it is renamed
-    to `out`. After an error in the block, the folder is removed. Raises ValueError if `out` exists and is not an empty
-    folder."""
+    """Yield a temporary folder next to `out`. At the end of the block, the files in this folder are synced to disk, and
+    the folder is renamed to `out`. After an error in the block, the folder is removed. Raises ValueError if `out`
+    exists and is not an empty folder."""
     require_new_folder(out)
     out = Path(out)
     folder = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
@@ -58,10 +58,11 @@ def write_native(
 ) -> Path:
     """Write the iteration of `source` into the new folder `out`. Return the iteration's folder.
 
+    Only one tensor is in memory at a time. Masters and moments are written as files of one data-parallel rank, if the
+    source holds all of them. Random states depend on the layout and are not written.
+
     tp_size: any size that divides the model's shape.
-    tokenizer: saved with the checkpoint, if given. Only one tensor is in memory at a time. Masters and moments are
-        written as files of one data-parallel rank, if the source holds all of them. Random states depend on the layout
-        and are not written.
+    tokenizer: saved with the checkpoint, if given.
 
     Raises ValueError, in one line, for a size that does not fit, and OSError if the disk is full.
     """

@@ -1,22 +1,27 @@
-"""Read and write Megatron's default format, `torch_dist`: a DCP folder, with everything but tensors in `common.pt` or,
+"""Read and write Megatron's default format, `torch_dist`: a DCP folder. Everything but tensors is in `common.pt` or,
 since Megatron Core 0.19, in an object of the folder.
 
-The tensors are global and do not depend on the layout of the run. The layers are stacked, as [layers, ...] under
-`decoder.layers.NAME`, or separate under `decoder.layers.N.NAME`. Adam's state has the same names after
-`optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) saves a tensor [x, y] that was
-split over a grid of [f, g] ranks as [f, g, xy / fg].
+Tensors of the folder are global, so they do not depend on the layout of the run. The form of Adam's state is one of:
 
-The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank stores its parameters from the last to
-the first in a flat buffer. Each parameter starts at a multiple of 64 values, and bucket boundaries lie between
-parameters. Each bucket is one tensor of the checkpoint, for any number of data-parallel ranks. The checkpoint contains
-the length of each bucket, but not the positions of the parameters. The positions follow from the order of Megatron
-Core's modules.
+`fully_reshardable`
+    The parameters of all layers are stacked, as [layers, ...] under `decoder.layers.NAME`, or separate, under
+    `decoder.layers.N.NAME`. Adam's state has the same names after `optimizer.state.KIND.`. Our exports have this form,
+    which Megatron Core's distributed optimizer loads in every layout. Megatron Core 0.16 writes some values to a wrong
+    place if it pads a bucket that is not the last of its buffer. `ForeignCheckpoint` finds these values, because it
+    rounds each master to the dtype of the weights and compares it with the weight.
 
-Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last
-in its buffer. `ForeignCheckpoint` finds these values, and a wrong order of parameters: it rounds each master to the
-dtype of the weights and compares it with the weight. Exports have the form `fully_reshardable`, which Megatron Core's
-distributed optimizer loads in every layout, and torch's DCP writer writes them. The stacked layers are memory-mapped
-from temporary files, so that only one layer must be in memory.
+`fully_sharded_model_space` (until Megatron Core 0.15)
+    Like the first form, but a tensor [x, y] that was split over a grid of [f, g] ranks is saved as [f, g, xy / fg].
+
+`dp_reshardable`
+    Each model-parallel rank stores its parameters, from the last to the first, in a flat buffer. A parameter starts at
+    a multiple of 64 values. The buffer is cut into buckets between parameters, and each bucket is one tensor, for any
+    number of data-parallel ranks. The folder contains the length of each bucket, but not the positions of the
+    parameters. They follow from the order of Megatron Core's modules, and the comparison with the weights finds a wrong
+    order.
+
+torch's DCP writer writes the exports. The stacked layers are memory-mapped from temporary files, so that only one layer
+must be in memory.
 """
 
 import contextlib
@@ -263,12 +268,12 @@ def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str
     chunk: our name of each parameter, by the rank's name.
     """
 
-    def place(name: str) -> tuple[int, ...]:
+    def position(name: str) -> tuple[int, ...]:
         if match := LAYER.fullmatch(name):
             return 1, int(match[1]), order.index(match[2].rpartition(".")[0])
         return (2 if name.startswith("transformer.") or name == EMBEDDINGS_FOR_HEAD else 0,)
 
-    return [EMBEDDINGS_FOR_HEAD if name == EMBEDDINGS_FOR_HEAD else chunk[name] for name in sorted(chunk, key=place)]
+    return [EMBEDDINGS_FOR_HEAD if name == EMBEDDINGS_FOR_HEAD else chunk[name] for name in sorted(chunk, key=position)]
 
 
 def _rank_state(
@@ -298,7 +303,7 @@ def _read_flat(folder: DcpCheckpoint, bucket: str, start: int, shape: Shape) -> 
     return folder.read(bucket, (start,), (math.prod(shape),)).view(shape)
 
 
-# --- written
+# --- write
 
 
 def write_torch_dist(source: BaseCheckpoint, out: str | Path, layout: MegatronLayout, *, log: Log = print) -> Path:

@@ -8,9 +8,9 @@ inflated. torch also reads a legacy file as a whole.
 
 A file of a DCP folder is a sequence of small torch.save files, each with a slice of a tensor or with an object.
 The file `.metadata` is a pickle of protocol 4 or 5. For every tensor it has the dtype, the shape and the slices.
-For every slice and object it has the file, the first byte and the number of bytes. It needs 71 pickle instructions
-for a slice, more than files of torch.save. torch itself reads it with Python's unpickler. Neither reading nor
-writing needs a process group.
+For every slice and object it has the file, the first byte and the number of bytes. `.metadata` needs 71 pickle
+instructions for a slice, more than files of torch.save. torch itself reads `.metadata` with Python's unpickler. Neither
+reading nor writing needs a process group.
 """
 
 import math
