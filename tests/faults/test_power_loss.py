@@ -1,5 +1,5 @@
-"""The power fails at any moment. Whatever the disk has lost, a run continues from its last committed checkpoint with
-all records up to it, and preprocessing ends with the same pair.
+"""The power fails at any moment. Whatever the disk has lost, a run continues from its last committed checkpoint and has
+all records up to this checkpoint. Preprocessing ends with the same pair.
 
 strace records the system calls of a program in a folder, and the test makes every state that POSIX then allows: fsync
 of a file puts its data on the disk, fsync of a folder its entries, and everything else may be there or not, in any
@@ -96,7 +96,7 @@ def parse(output: str, folder: str) -> Iterator[Call]:
         paths = [os.fsdecode(value) for value in values]
         if name in ("write", "fsync"):
             paths = paths[:1]
-        elif "at" in name:  # Each name is in the folder of a descriptor.
+        elif "at" in name:  # The call has a folder's descriptor and a name for each path.
             paths = [os.path.join(*pair) for pair in zip(paths[::2], paths[1::2], strict=True)]
         if paths and all(f"{path}/".startswith(folder) for path in paths):
             yield Call(name, [path[len(folder) :] for path in paths], values[-1], text)
@@ -136,7 +136,7 @@ class Disk:
 
     def __init__(self) -> None:
         self._root, self.events = Node({}, {}), list[str]()
-        self._pending: list[Change] = []  # changes in order that may not be on the disk
+        self._pending: list[Change] = []  # changes, in order, that may not be on the disk yet
 
     def _find(self, path: str) -> tuple[Node, str, Node | None]:
         """Return the folder of a path, the name in this folder, and its node."""
@@ -184,8 +184,8 @@ class Disk:
                 nodes += [*node.synced.values(), *new]
 
     def states(self, together: int) -> Iterator[Tree]:
-        """Yield what the disk may hold now: everything or nothing that is not certain, with up to `together`
-        exceptions."""
+        """Yield the possible contents of the disk: all changes that are not synced, or none of them, with up to
+        `together` exceptions."""
         files = {node for node in self._reachable() if isinstance(node.content, bytes) and node.content != node.synced}
         units: list[Any] = [*self._pending, *files]
         for is_kept in (True, False):
@@ -354,7 +354,7 @@ def test_no_state_is_lost_and_each_fault_is_found(
     calls = record(make, folder)
 
     def lost(calls: list[Call], seen: set[Any]) -> Iterator[str]:
-        """Check each state that is not in `seen` and add it. Yield the errors."""
+        """Check each state that is not in `seen`, and add it to `seen`. Yield the errors."""
         disk = Disk()
         for call in calls:
             disk.replay(call)
