@@ -275,7 +275,7 @@ def make_pair(folder: Path) -> None:
 
 
 def check_pair(folder: Path, events: Sequence[str]) -> None:
-    """Check a pair as it is found, if there is one, and again after the same command has run."""
+    """Check the pair on the disk, if there is one, and check it again after the same command has run."""
     prefix = f"{folder}/new/pair_text_document"
     for committed in (events, ["made"]):
         assert Path(f"{prefix}.idx").exists() or not committed

@@ -36,7 +36,7 @@ _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", 
 
 
 def intersection(a: TensorSlice, b: TensorSlice) -> TensorSlice:
-    """Return the common part of two slices. Its size is 0 along each dimension in which they do not overlap."""
+    """Return the common part of two slices. If they do not overlap in a dimension, its size there is 0."""
     ranges = [(max(i.start, j.start), min(i.stop, j.stop)) for i, j in zip(a.slices(), b.slices(), strict=True)]
     return TensorSlice(tuple(start for start, _ in ranges), tuple(max(stop - start, 0) for start, stop in ranges))
 

@@ -5,8 +5,8 @@
 If a network fails, a restarted run and the old one may run at the same time. Each start creates the file with the next
 number, which only one process can do, and removes the file of the earlier owner. Before each commit, the owner checks
 that its file still exists. The check is not sufficient, because the process may be suspended between the check and the
-commit. A new owner also removes the uncommitted files of earlier owners. A commit is a rename of these files, which
-then fails.
+commit. A new owner therefore also removes the uncommitted files of earlier owners. A commit renames such files, so a
+late commit of an earlier owner fails.
 
 The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is
 refused if the newest file is locked. Otherwise the start waits LIFETIME seconds to see whether the owner still sets the
@@ -96,7 +96,7 @@ class Lease:
             return isinstance(error, FileNotFoundError | NotADirectoryError)
 
     def release(self) -> None:
-        """End the lease. Its file stays, so that the next lease has a higher number."""
+        """End the lease. The lease's file stays, so that the next lease has a higher number."""
         self._released.set()
         self._renewal.join(RENEWAL_INTERVAL)  # Storage that does not answer must not keep the process from ending.
         with contextlib.suppress(OSError):

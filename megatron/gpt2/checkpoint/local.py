@@ -184,9 +184,9 @@ class LocalCheckpoints:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _remove_others(self, newest: Path) -> None:
-        """Remove all checkpoints except `newest` and the CHECKPOINTS_KEPT - 1 before it. Those of later iterations were
-        written before a rollback. Temporary folders of this start stay, because another rank may already write the
-        next checkpoint."""
+        """Remove all checkpoints except `newest` and the CHECKPOINTS_KEPT - 1 before it. Later iterations were written
+        before a rollback. Temporary folders of this start stay, because another rank may already write the next
+        checkpoint."""
         before = [path for _, path in list_iterations(self._folder) if path.name < newest.name]
         for path in set(self._folder.glob("iter_*")) - {newest, *before[: CHECKPOINTS_KEPT - 1]}:
             if not path.name.endswith(f".tmp-{self._start_id}"):
@@ -225,7 +225,7 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
 def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: RankInfo, log: Log) -> None:
     """Copy missing files of a checkpoint between machines.
 
-    by_rank: the inventory of each rank. Only the first rank of a machine has one.
+    by_rank: the inventory of each rank. Only the first rank of a machine has an inventory.
     """
     files: dict[str, int] = next(inventory["files"] for inventory in by_rank if inventory)
     hosts = rank_info.hosts or {0: ""}

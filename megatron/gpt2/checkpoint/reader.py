@@ -26,8 +26,8 @@ slices and for the folder of the tables. In version 1, the manifest itself has t
 and the reader treats this manifest as the only table.
 
 The key of a slice is the tensor's name. If a file has several slices of a tensor, the next keys end in "#1", "#2" and
-so on. The reader computes the expected safetensors header of a file from its table and compares the bytes. It never
-parses a header, so it refuses a header with a duplicate key, a wrong size, or from a different iteration or rank.
+so on. The reader never parses a safetensors header. Instead, it computes the header of each file from the table and
+compares the bytes, so it refuses a duplicate key, a wrong size, and a file of a different iteration or rank.
 """
 
 import contextlib
@@ -234,8 +234,8 @@ class NativeCheckpoint(BaseCheckpoint):
             require(is_named, f"belongs to iteration {self.iteration}")
 
     def _parse(self, data: bytes) -> None:
-        """Set the attributes from the manifest. Raises ValueError if it is damaged or contradicts itself, or if this
-        program does not read its version."""
+        """Set the attributes from the bytes of the manifest. Raises ValueError if the manifest is damaged, contradicts
+        itself or has a version that this program does not read."""
         self.manifest_sha256 = verify_checksum(data)
         manifest = parse_json(data)
         version, self.iteration = _integers([manifest["version"], manifest["iteration"]])

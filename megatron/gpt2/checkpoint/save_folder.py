@@ -3,8 +3,8 @@ format.
 
 The latest-iteration file, `latest_checkpointed_iteration.txt` (`LATEST_FILE`), names the iteration to load. If an
 iteration is saved again, its existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the
-checkpoint with the lowest validation loss. It is a folder for `--load`, with iter_0000700/, a latest-iteration file and
-tokenizer/. Only the manifest of that checkpoint has the loss. A resumed run reads the loss from that manifest.
+checkpoint with the lowest validation loss: iter_0000700/, a latest-iteration file and tokenizer/, so that `--load` can
+open `best/`. A resumed run reads the lowest loss from the manifest of this checkpoint.
 
 This module recognises checkpoints of other programs by their file names, so that training can refuse them.
 `tools/checkpoint.py` reads them with `megatron/gpt2/formats/`, which the training program does not import.
@@ -77,12 +77,13 @@ def list_iterations(directory: Path, *, include_old: bool = False) -> list[tuple
 def find_checkpoint(
     directory: str | Path, *, log: Log, rank: int = 0, gather: Gather = gather_alone, verify: bool = True
 ) -> NativeCheckpoint | None:
-    """Open the checkpoint that `LATEST_FILE` names. If it is damaged or missing, open the newest valid one and warn.
+    """Open the checkpoint that `LATEST_FILE` names. If this checkpoint is damaged or missing, open the newest valid one
+    and warn.
 
     All ranks call this function and get the same result. Rank 0 proposes a checkpoint, every rank opens it, and each
     rank hashes its share of the files (`verify`). The checkpoint is used if it is valid on all ranks. Folders renamed
-    to `.old-N` are tried last. But if the iteration in `LATEST_FILE` has only such a folder, it is tried first. Nothing
-    on the disk changes. Every rank logs the warnings.
+    to `.old-N` are tried last, unless the iteration in `LATEST_FILE` has no other folder. Nothing on the disk changes.
+    Every rank logs the warnings.
 
     Return None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are
     damaged.
@@ -144,7 +145,7 @@ def _read_start(path: Path) -> bytes:
 
 
 def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> NativeCheckpoint:
-    """Open the checkpoint at `path`. Raises ValueError on every rank if it is not valid on one of them."""
+    """Open the checkpoint at `path`. If the checkpoint is not valid on one rank, every rank raises ValueError."""
     checkpoint = None
     try:
         if not path.is_dir():

@@ -51,7 +51,7 @@ class PendingSave:
     """State that the writing thread and the training thread share during a save.
 
     files_written: done when this rank's files are written.
-    written: the result of `Saver.write`. Only on rank 0 this means that the checkpoint is committed.
+    written: the result of `Saver.write`. On rank 0, a result means that the checkpoint is committed.
     deadline: the `time.monotonic()` at which rank 0 stops waiting for other ranks.
     remote_error: the error of the first rank that could not write its files, else "".
     """
@@ -225,8 +225,8 @@ class Saver:
         return texts
 
     def close(self) -> None:
-        """Wait for a save that is still pending, for example after an error. It is completed if the files of all ranks
-        arrive within GRACE_SECONDS. No collective is called, because other ranks may be dead."""
+        """Wait for a save that is still pending, for example after an error. The save is completed if the files of all
+        ranks arrive within GRACE_SECONDS. No collective is called, because other ranks may be dead."""
         if self._pending is not None:
             self._pending.deadline = time.monotonic() + GRACE_SECONDS
             wait([self._pending.written], self.storage_timeout_s)

@@ -6,8 +6,8 @@
 
 Every rank writes its files into `iter_0000300.tmp-<save_id>/`, and then its table, which has their slices and hashes.
 Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the latest-iteration
-file. No step is a collective operation. A crash before the last of these steps leaves the earlier checkpoints and the
-latest-iteration file unchanged.
+file. No step is a collective operation. A crash before the latest-iteration file is replaced leaves this file and the
+earlier checkpoints unchanged.
 
 `save_id` is equal on all ranks and different in every save: `start_id` (saver.py) and the number of the save. A
 crashed save used a different folder name, so its files cannot mix with those of a new one. Rank 0 removes such
@@ -271,7 +271,7 @@ def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) ->
     iterations = list_iterations(Path(directory))
     newest = next((number for number, _ in iterations if number <= iteration), -1)
     if newest >= 0:
-        # This file is written to the disk first, so that it is right even after a crash in the next lines.
+        # The latest-iteration file is written first, so that it is right even after a crash in the next lines.
         write_atomically(Path(directory) / LATEST_FILE, f"{newest}\n".encode())
         fsync_path(directory)
         for number, folder in reversed(iterations):

@@ -121,8 +121,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def open_source(args: argparse.Namespace, path: str, *, check_hashes: bool = True) -> BaseCheckpoint:
-    """Open the source at `path`. The flags add what its files do not contain. Every byte is verified if the files have
-    hashes, unless `check_hashes` is False."""
+    """Open the source at `path`. The flags give values that its files do not contain. If the files have hashes, every
+    byte is verified, unless `check_hashes` is False."""
     hints = Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration)
     source = open_checkpoint(path, hints, log=print_stderr)
     if isinstance(source, NativeCheckpoint) and check_hashes and (problem := source.find_damage()):
@@ -131,7 +131,8 @@ def open_source(args: argparse.Namespace, path: str, *, check_hashes: bool = Tru
 
 
 def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
-    """Open the two sources of `diff`. If one does not contain its number of heads, the other one's number is used."""
+    """Open the two sources of `diff`. If one source does not contain its number of heads, the number of the other
+    source is used."""
     opened: dict[str, BaseCheckpoint] = {}
     for path in (args.a, args.b):
         with contextlib.suppress(ValueError):  # raised again below, if the number of heads does not help

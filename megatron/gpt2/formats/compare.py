@@ -109,13 +109,13 @@ class CheckpointDifference(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether both sources hold the same tensors with the same values."""
+        """True if both sources hold the same tensors with the same values."""
         return all(row.max_difference == 0 for row in self.rows)
 
 
 def compare_tensors(a: BaseCheckpoint, b: BaseCheckpoint) -> CheckpointDifference:
-    """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each is in
-    memory at a time."""
+    """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each
+    checkpoint is in memory at a time."""
     kinds_a, kinds_b = ({name.partition(".")[0] for name in source.tensors} - {"rng"} for source in (a, b))
     names = [name for name in {**a.tensors, **b.tensors} if name.partition(".")[0] in kinds_a & kinds_b]
     return CheckpointDifference([_row(a, b, name) for name in names], sorted(kinds_a ^ kinds_b))
@@ -137,8 +137,8 @@ def _row(a: BaseCheckpoint, b: BaseCheckpoint, name: str) -> TensorComparison:
 
 
 def _stored_weight(source: BaseCheckpoint, name: str, other: TensorInfo) -> str:
-    """Return the tensor of `source` to compare with the tensor `name` of the other checkpoint. If `name` is a 16-bit
-    weight here and fp32 there, this is the fp32 master, because the weights of an export in fp32 are the masters."""
+    """Return the tensor of `source` to compare with the tensor `name` of the other checkpoint. A 16-bit weight is
+    replaced by its fp32 master if the other tensor is fp32, because an export in fp32 has the masters as weights."""
     master = name.replace("model.", "master.", 1)
     is_rounded = source.tensors[name].dtype != other.dtype == torch.float32
     return master if is_rounded and master in source.tensors else name

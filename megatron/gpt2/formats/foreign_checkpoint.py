@@ -302,7 +302,7 @@ def read_adam(
 
 
 def names_by_group(weights: Mapping[str, Tensor] | LazyTensors) -> list[list[str]]:
-    """Return the names of the matrices, and those of the vectors."""
+    """Return the names of the matrices, which have weight decay, and the names of the vectors."""
     return [[name for name, x in weights.items() if (x.dim() > 1) == decays] for decays in (True, False)]
 
 
@@ -334,7 +334,7 @@ def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 def spill_to_disk(folder: Path, parts: Iterable[Tensor], shape: Shape) -> Tensor:
     """Write `parts` to a file in `folder`, delete its name, and return its values as a memory-mapped tensor of `shape`.
-    So only one part at a time must be in memory."""
+    Only one part at a time must be in memory."""
     path = folder / "tensor"
     with open(path, "wb") as stream:
         for x in parts:

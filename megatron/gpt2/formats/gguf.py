@@ -24,7 +24,7 @@ from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 
 GGUF_FILE = "model.gguf"
-# Each type has two names: ours, and that of GGMLQuantizationType or LlamaFileType.
+# {our name: (name of GGMLQuantizationType, name of LlamaFileType)}
 TYPES = {
     "fp32": ("F32", "ALL_F32"),
     "fp16": ("F16", "MOSTLY_F16"),
@@ -46,8 +46,10 @@ def write_gguf(
     """Write `source` as model.gguf into the new folder `out`, and return the folder. Only one tensor is in memory at a
     time.
 
-    dtype: the type of matrices, one of TYPES, converted from the fp32 masters if there are any; "source" keeps that of
-    the weights. Raises ValueError, in one line, if llama.cpp cannot compute the model, if `out` exists, or if the
+    dtype: the type of matrices, one of TYPES, converted from the fp32 masters if there are any. "source" keeps the
+        dtype of the weights.
+
+    Raises ValueError, in one line, if llama.cpp cannot compute the model, if `out` exists, or if the
     tokenizer does not fit the model.
     """
     try:

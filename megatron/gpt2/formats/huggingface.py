@@ -155,8 +155,9 @@ def write_huggingface(
     memory at a time.
 
     dtype: "source" keeps the dtype of the weights. "fp32", "bf16" and "fp16" convert the fp32 masters, or
-    the weights if the source has no masters. Raises ValueError, in one line, if `out` exists or the tokenizer does not
-    fit the model.
+    the weights if the source has no masters.
+
+    Raises ValueError, in one line, if `out` exists or the tokenizer does not fit the model.
     """
     model = check_metadata(source)
     check_tokenizer(source, tokenizer)

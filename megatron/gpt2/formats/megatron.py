@@ -8,8 +8,8 @@ mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or severa
 With ZeRO 1 or 2, each data-parallel rank D of a model-parallel rank has a file
 zero_pp_rank_D_mp_rank_TT_optim_states.pt.
 
-This module, nanogpt_and_dcp.py and torch_dist.py call torch.save, because these formats are pickles. torch.save needs
-all tensors of a rank at once, so the tensors are memory-mapped from temporary files.
+The formats of this module, nanogpt_and_dcp.py and torch_dist.py are pickles, so these modules call torch.save.
+torch.save needs all tensors of a rank at once, so the tensors are memory-mapped from temporary files.
 """
 
 import itertools
@@ -205,7 +205,7 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
         for number, file in enumerate(files, 1):
             with file_errors(file.path):
                 num_layers = _add_chunk(file.top[chunk], file.weights, layers)
-            if number % tp_size == 0:  # This was the last file of a stage.
+            if number % tp_size == 0:  # `file` is the last file of its stage.
                 layers += num_layers
     return files, tp_size
 
@@ -292,7 +292,7 @@ def write_megatron(
                     format, {megatron_name: rank_part("model", name) for megatron_name, name in names.items()}
                 )
             if with_optimizer:
-                # The state has no names. Its tensors have the order of the model: first those with weight decay.
+                # The optimizer state has no names, but an order: tensors with weight decay first.
                 groups: list[list[dict[str, Tensor]]] = [[], []]
                 for name in (name for names in chunks for name in names.values()):
                     vector = len(specs[name].global_shape) == 1

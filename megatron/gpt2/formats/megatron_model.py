@@ -41,7 +41,7 @@ from mpu.partition import PartitionSpec
 EMBEDDINGS_FOR_HEAD = "word_embeddings_for_head.weight"
 TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key, which Megatron does not read.
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
-# (part of our names, which are those of Megatron in 2019; the same part of Megatron Core's names)
+# {word in our names, which are the names of Megatron in 2019: word in Megatron Core's names}
 MEGATRON_CORE_WORDS = {
     "word_embeddings": "embedding.word_embeddings",
     "position_embeddings": "embedding.position_embeddings",
@@ -61,7 +61,7 @@ NATIVE_WORDS = {core_word: word for word, core_word in MEGATRON_CORE_WORDS.items
     "final_norm": "final_layernorm",
 }
 SKIPPED_WORDS = ("module", "language_model", "embedding")
-# Megatron Core's names of layer norms, without and with Transformer Engine. torch_dist always uses the latter.
+# {Megatron Core's name of a layer norm: its name with Transformer Engine and in torch_dist}
 FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -224,9 +224,9 @@ def merge_ranks(
 
 
 def read_shard(source: BaseCheckpoint, name: str, spec: PartitionSpec, kind: str, rank: int, tp_size: int) -> Tensor:
-    """Read a rank's shard of a parameter. Padding rows repeat the last true row, as in Megatron's converter, because
-    its softmax includes them: zero rows would have logits of 0, often above all true ones. Moments of padding rows are
-    0."""
+    """Read a rank's shard of a parameter. Padding rows repeat the last true row, as in Megatron's converter. Megatron's
+    softmax includes padding rows, and rows of zeros would have logits of 0, which are often the largest. Moments of
+    padding rows are 0."""
     full_name = f"{kind}.{name}"
     local = torch.zeros(spec.local_shape(tp_size), dtype=source.tensors[full_name].dtype)
     own = spec.without_padding(local, rank, tp_size)

@@ -80,7 +80,7 @@ def progress_metadata(args: Entries) -> dict[str, Any]:
 def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
     """Read the optimizer of a rank. Raises the errors of `read_adam`.
 
-    weights: the weights of the same file, in its order.
+    weights: the weights of the same file, in the order of the file.
     """
     # Megatron of 2019 and Megatron since v2 use different keys. With fp32 weights there are no masters, and `optimizer`
     # is Adam's state.
@@ -103,7 +103,7 @@ def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensor
     count = first["partition_count"]
     count = max(count) if isinstance(count, list) else count
     require(count == len(files), f"{len(files)} of {count} files of data-parallel ranks like {files[0].name} are there")
-    # With --elastic-checkpoint, this is the state of each group, without its settings.
+    # With --elastic-checkpoint, `base_optimizer_state` is a list: the state of each group, without settings.
     elastic = isinstance(adams[0], list)
     moments = adams if elastic else [adam["state"] for adam in adams]
     groups = [] if elastic else adams[0]["param_groups"]

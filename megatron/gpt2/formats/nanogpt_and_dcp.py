@@ -1,4 +1,5 @@
-"""GPT-2 with OpenAI's parameter names, which Hugging Face, nanoGPT and DCP folders use. Read and write the last two.
+"""GPT-2 with OpenAI's parameter names, which Hugging Face, nanoGPT and DCP folders use. Read and write nanoGPT's files
+and DCP folders.
 
 QKV rows have the order [3, heads, head size]. Hugging Face stores linear layers as [in, out], and nanoGPT as
 [out, in].
@@ -59,7 +60,7 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 GPT2_PADDED_VOCAB_SIZE = 50304  # nanoGPT pads GPT-2's vocabulary to a multiple of 64.
 WTE, LM_HEAD = "wte.weight", "lm_head.weight"
-# Each pair has a part of our names and the same part of OpenAI's names.
+# {word in our names: word in OpenAI's names}
 OPENAI_WORDS = {
     "word_embeddings": "wte",
     "position_embeddings": "wpe",
@@ -187,7 +188,7 @@ def build_checkpoint(
     metadata: Entries | None = None,
 ) -> ForeignCheckpoint:
     """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log`
-    gets a line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
+    gets a line if the vocabulary may be padded: nanoGPT pads GPT-2's vocabulary and does not save the true size.
 
     saved: the fields of ModelConfig that are in the file.
     read: returns the optimizer state of the weights, with OpenAI's names.
@@ -398,7 +399,7 @@ def _named_state(
         kinds[kind][_strip_prefix(prefix, name)] = tensor
     step = same_step(x.load() for x in kinds.pop("step").values())
     for tensors in kinds.values():
-        tensors.pop(LM_HEAD, None)  # The state of the tied head is a copy of that of the word embeddings.
+        tensors.pop(LM_HEAD, None)  # The tied head has a copy of the state of the word embeddings.
     groups: dict[str, dict[str, Any]] = {}
     for key in folder.objects:
         if setting := PARAM_GROUP.fullmatch(key):

@@ -93,8 +93,8 @@ def write_native(
 
 
 def native_metadata(source: BaseCheckpoint, tp_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the metadata for the new manifest: that of `source`, with defaults for missing values that a run needs.
-    Without `consumed_samples`, a run starts at the beginning of the data. Without a tokenizer, training asks for
+    """Return the metadata for the new manifest: the metadata of `source`, with defaults for missing values that a run
+    needs. Without `consumed_samples`, a run starts at the beginning of the data. Without a tokenizer, training asks for
     one."""
     metadata: dict[str, Any] = {"tokenizer": None, **source.metadata}
     metadata.pop("tokenizer_files", None)

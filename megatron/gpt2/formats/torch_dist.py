@@ -17,7 +17,7 @@ Tensors of the folder are global, so they do not depend on the layout of the run
     Each model-parallel rank stores its parameters, from the last to the first, in a flat buffer. A parameter starts at
     a multiple of 64 values. The buffer is cut into buckets between parameters, and each bucket is one tensor, for any
     number of data-parallel ranks. The folder contains the length of each bucket, but not the positions of the
-    parameters. They follow from the order of Megatron Core's modules, and the comparison with the weights finds a wrong
+    parameters, which follow from the order of Megatron Core's modules. The comparison with the weights finds a wrong
     order.
 
 torch's DCP writer writes the exports. The stacked layers are memory-mapped from temporary files, so that only one layer
@@ -87,8 +87,9 @@ COMMON, COMMON_OBJECT, CONFIG = "common.pt", "common_state/shard_0_1", "metadata
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(?:(fp32_)?param|(exp_avg|exp_avg_sq))\.(.+)", re.ASCII)
-BUCKET_PREFIX = "optimizer.distributed.dp_group_idx_"  # The model-parallel rank follows, counted stage by stage.
-# gbuf_idx is the number of a buffer. A rank has one buffer for each of its chunks of layers.
+# This prefix is followed by the number of the model-parallel rank, counted stage by stage. gbuf_idx is the number of a
+# buffer: a rank has one buffer for each of its chunks of layers.
+BUCKET_PREFIX = "optimizer.distributed.dp_group_idx_"
 BUCKET = re.compile(
     re.escape(BUCKET_PREFIX) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param", re.ASCII
 )
@@ -202,14 +203,14 @@ def _split_layers(folder: DcpCheckpoint, saved_name: str, name: str) -> dict[str
         layers = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy_row(saved_name, row) for row in range(param_shape[0])}
     if shape == param_shape:
         return layers
-    # The grid of ranks is part of the shape in fully_sharded_model_space. It does not split the layers.
+    # In fully_sharded_model_space, the shape begins with the grid of ranks, which does not split the layers.
     first = 1 if stacked else 0
     change = partial(merge_grid, grid=shape[first:-1], shape=param_shape[first:])
     return {each: x.map(change) for each, x in layers.items()}
 
 
 def merge_grid(x: Tensor, grid: Shape, shape: Shape) -> Tensor:
-    """Merge the parts of a tensor, which ranks in a grid have saved: [*grid, values]. Return the tensor of `shape`."""
+    """Return the tensor of `shape` from its parts, [*grid, values], that a grid of ranks has saved."""
     part = [n // k for n, k in zip(shape, grid, strict=True)]
     order = [axis for i in range(len(grid)) for axis in (i, len(grid) + i)]
     return x.reshape(*grid, *part).permute(order).reshape(shape)
@@ -232,7 +233,7 @@ def _bucket_states(
     virtual = _positive_arg(args, "virtual_pipeline_model_parallel_size")
     ends = (_positive_arg(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     core = MegatronLayout(tp_size, pp_size, virtual and model.num_layers // (pp_size * virtual), *ends)
-    # For each buffer and bucket, this is the name without the kind.
+    # {buffer: {bucket: name in the folder, without the kind}}
     buffers: dict[tuple[int, int], dict[int, str]] = {}
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
@@ -262,7 +263,7 @@ def _bucket_states(
 
 
 def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
-    """Sort the parameters of a chunk by the order of the rank's modules. Return our names of them, and
+    """Sort the parameters of a chunk by the order of the rank's modules. Return our names of the parameters, and
     `EMBEDDINGS_FOR_HEAD`.
 
     chunk: our name of each parameter, by the rank's name.

@@ -73,7 +73,7 @@ ALLOWED_NAMES = re.compile(
 )
 DCP_METADATA = ".metadata"
 MAX_METADATA_BYTES = 16 << 20
-# `.metadata` of real programs contains these names: torch's classes, and those of Megatron Core.
+# `.metadata` of real programs contains these names of torch's and Megatron Core's classes.
 ALLOWED_DCP_NAMES = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties"
     r"|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo"

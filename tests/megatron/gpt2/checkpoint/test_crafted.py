@@ -2,8 +2,7 @@
 quickly and with little memory, and no code in it may run.
 
 A manifest of version 1 contains the list of files and slices, which later versions have in tables. The reader parses
-both in the same way. The tests therefore change this list in version 1, and use the newest version only for its other
-contents.
+the list of both versions with the same function. The tests therefore change the list in a manifest of version 1.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 
-# iterations whose numbers differ in one bit, so that a flipped bit in the tracker file names the other one
+# The numbers of the iterations differ in one bit, so a flipped bit in the tracker file names the other iteration.
 OLDER, NEWER = 1, 3
 FOLDERS = {iteration: f"iter_{iteration:07d}" for iteration in (OLDER, NEWER)}
 

@@ -76,7 +76,7 @@ def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) 
     found = run_ranks(save_lose_and_assemble, 4, tmp_path)
     assert all(one["saved"] == [True] * 3 and one["older"] is None for one in found)
     assert sum(one["synced"] for one in found) == 3 * (4 + 4), "the files of four ranks, and a copy of each"
-    # the last two checkpoints; each machine has the files of its ranks and of the previous machine
+    # Each machine has the last two checkpoints: the files of its ranks and of the previous machine.
     by_machine = {"a": (0, 2, 3), "b": (1, 0), "c": (2, 3, 1)}
     for host, one in zip(HOSTS, found, strict=True):
         assert one["files"] == sorted(

@@ -1,5 +1,5 @@
-"""The --save folder: every rank finds the same checkpoint, old ones are removed, the best one is kept, and only one run
-owns the folder, also on a file system without locks and after its network was cut."""
+"""The --save folder: every rank finds the same checkpoint, old checkpoints are removed, and the best one is kept. Only
+one run owns the folder, even on a file system without locks or if the owner's network was cut."""
 
 from __future__ import annotations
 
@@ -168,8 +168,7 @@ def best(folder: Path) -> tuple[int, float, list[str]]:
 
 
 def losses(rank: int, world_size: int, folder: Path) -> list[tuple[int, float, list[str]]]:
-    """Train with validation losses whose last bits differ between ranks, with a restart in between. Return what is best
-    after each of them."""
+    """Train with one restart. Only rank 0 gets true validation losses. Return `best` after each loss."""
     seen: list[tuple[int, float, list[str]]] = []
     for of_start in ((math.nan, 3.0, 3.5, 2.5), (2.6, 2.4)):
         trainer = start(rank, world_size, folder, "--keep-best --model-parallel-size 2 --async-save")

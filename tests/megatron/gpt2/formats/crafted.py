@@ -72,7 +72,7 @@ for _file in ("iter_0000001/manifest.json", "model.safetensors", "config.json", 
     FILES[f"a pickle instead of {_file}"] = partial(with_file, _file, pickle.dumps(Evil(), 2))
 
 
-# --- streams of instructions for the unpickler, which is the same for all files; each builds an object
+# --- streams of pickle instructions, each of which builds an object
 
 
 def text(value: str) -> bytes:
@@ -378,7 +378,7 @@ def place(**values: Any) -> Change:
 
 
 def attributes(of: Callable[[Any, Any], Any], **values: Any) -> Change:
-    """Set attributes of of(metadata, entry)."""
+    """Set attributes of the object that `of` returns for the metadata and the entry."""
     return lambda held, index, entry: of(held, entry).__dict__.update(values)
 
 

@@ -90,7 +90,7 @@ def write_megatron(
     **top: Any,
 ) -> Path:
     """Write a --save folder with iteration 7, and return the first file. The files are those of our export, with the
-    order of QKV of `version`, without what only our export holds.
+    order of QKV of `version`, but without the entries that Megatron does not write.
 
     args: Megatron's arguments to write; True stands for the usual arguments, False for none.
     """

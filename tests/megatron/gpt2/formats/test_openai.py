@@ -1,5 +1,4 @@
-"""GPT-2 with OpenAI's names: Hugging Face's models, nanoGPT's checkpoints and character models, and DCP folders, with
-some of other architectures."""
+"""GPT-2 with OpenAI's names: Hugging Face's models, nanoGPT's checkpoints and character models, and DCP folders."""
 
 from __future__ import annotations
 
