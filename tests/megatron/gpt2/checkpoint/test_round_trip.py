@@ -68,38 +68,34 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
             load(specs, kind)
 
 
-def place(tp_rank: int, tp_size: int, dp_size: int) -> mpu.ParallelState:
-    return mpu.ParallelState(
-        tensor_model_parallel_rank=tp_rank, tensor_model_parallel_size=tp_size, data_parallel_size=dp_size
-    )
-
-
 def test_random_generators_come_back(tmp_path: Path) -> None:
+    def place(tp_rank: int, tp_size: int, dp_size: int) -> mpu.ParallelState:
+        return mpu.ParallelState(
+            tensor_model_parallel_rank=tp_rank, tensor_model_parallel_size=tp_size, data_parallel_size=dp_size
+        )
+
+    def drawn() -> Tensor:
+        with tracker.fork():
+            own = torch.rand(3)
+        return torch.cat([own, torch.rand(3)])
+
     cpu, tracker = torch.device("cpu"), mpu.get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
     try:
         tracker.reset()
         tracker.add("model-parallel-rng", 5)
-        shards = {mp: rng_state_dict(place(mp, 2, 1), cpu) for mp in (0, 1)}
-        layout = {"tensor_model_parallel_size": 2, "data_parallel_size": 1}
-
-        def drawn() -> Tensor:
-            with tracker.fork():
-                own = torch.rand(3)
-            return torch.cat([own, torch.rand(3)])
-
-        first = drawn()
-        assert not torch.equal(drawn(), first)
-        for mp in (1, 0):
-            files = {f"mp_rank_0{mp}/rng_dp_00.safetensors": shards[mp]}
-            write(tmp_path, 1, files, metadata={"layout": layout}, rank=mp, world_size=2)
+        for rank in (1, 0):
+            files = {f"mp_rank_0{rank}/rng_dp_00.safetensors": rng_state_dict(place(rank, 2, 1), cpu)}
+            layout = {"tensor_model_parallel_size": 2, "data_parallel_size": 1}
+            write(tmp_path, 1, files, metadata={"layout": layout}, rank=rank, world_size=2)
+        expected = drawn()
         checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
+        assert not torch.equal(drawn(), expected)
         assert load_rng_state(checkpoint, place(1, 2, 1), cpu)
-        assert torch.equal(drawn(), first)
+        assert torch.equal(drawn(), expected)
         state = torch.get_rng_state()
-        for tp_size, dp_size in ((1, 1), (1, 2), (2, 2)):
-            assert not load_rng_state(checkpoint, place(0, tp_size, dp_size), cpu)
-        assert not load_rng_state(checkpoint, place(0, 2, 1), torch.device("cuda"))
+        for tp_size, dp_size, device in ((1, 1, cpu), (2, 2, cpu), (2, 1, torch.device("cuda"))):
+            assert not load_rng_state(checkpoint, place(0, tp_size, dp_size), device)
         assert torch.equal(torch.get_rng_state(), state)
     finally:
         torch.set_rng_state(before[0])

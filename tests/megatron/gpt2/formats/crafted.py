@@ -40,21 +40,10 @@ class Evil:
         return os.system, (TOUCH,)
 
 
-def with_payload(form: str, legacy: bool, folder: Path) -> None:
-    """Write a file of every format that holds a pickle, in both containers."""
-    held = {
-        "deepspeed/mp_rank_00_model_states.pt": {"module": Evil(), "iteration": 7},
-        "nanogpt/ckpt.pt": {**nanogpt_checkpoint()[0], "config": Evil()},
-        "huggingface/pytorch_model.bin": {"transformer.wte.weight": torch.ones(101, 48), "x": Evil()},
-    }
-    for name, value in held.items():
-        if name.startswith(form):
-            torch.save(value, folder / Path(name).name, _use_new_zipfile_serialization=not legacy)
-    if form == "huggingface":
-        write_huggingface(folder)
-        (folder / "model.safetensors").unlink()
-    elif not list(folder.iterdir()):
-        write_megatron(folder, random_weights(), form, legacy=legacy, evil=Evil())
+def with_payload(legacy: bool, folder: Path) -> None:
+    """Write a file of nanoGPT with a payload. The readers of all pickles use the same function."""
+    held = {**nanogpt_checkpoint()[0], "config": Evil()}
+    torch.save(held, folder / "ckpt.pt", _use_new_zipfile_serialization=not legacy)
 
 
 def with_file(name: str, data: bytes, folder: Path) -> None:
@@ -65,9 +54,8 @@ def with_file(name: str, data: bytes, folder: Path) -> None:
     (folder / name).write_bytes(data)
 
 
-for _form in ("flat", "v2", "fused", "deepspeed", "nanogpt", "huggingface"):
-    for _legacy in (False, True):
-        FILES[f"{_form} calls os.system, {'legacy' if _legacy else 'zip'}"] = partial(with_payload, _form, _legacy)
+for _legacy in (False, True):
+    FILES[f"{'legacy' if _legacy else 'zip'} calls os.system"] = partial(with_payload, _legacy)
 for _file in ("iter_0000001/manifest.json", "model.safetensors", "config.json", "ckpt.pt"):
     FILES[f"a pickle instead of {_file}"] = partial(with_file, _file, pickle.dumps(Evil(), 2))
 
@@ -316,7 +304,6 @@ TOPS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a model of a million names": lambda top: top.update(model={"language_model": fan(16, 5)}),
     "a layer that is missing": without_a_layer,
     "a layer of number 10**9": with_tensor("layers.1000000000.input_layernorm.weight", torch.ones(48)),
-    "another shape": with_tensor("layers.1.mlp.dense_4h_to_h.weight", torch.ones(48, 81)),
     "integers for weights": with_tensor("final_layernorm.weight", torch.ones(48, dtype=torch.int64)),
     "a name twice": lambda top: top["model"].update({"transformer.final_layernorm.bias": torch.ones(48)}),
     "heads without end": lambda top: setattr(top["args"], "num_attention_heads", 10**18),

@@ -76,7 +76,7 @@ def test_crafted(tmp_path: Path, executed: Path, name: str):
 
 def test_the_payloads_would_run(tmp_path: Path, executed: Path, genuine: tuple[Path, bytes]):
     """Python's unpickler executes the payloads. The tests of crafted files can therefore fail."""
-    crafted.FILES["nanogpt calls os.system, zip"](tmp_path)
+    crafted.FILES["zip calls os.system"](tmp_path)
     torch.load(tmp_path / "ckpt.pt", weights_only=False)
     assert executed.exists()
     executed.unlink()
