@@ -271,7 +271,7 @@ def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> i
 
 
 def newest_complete_iteration(by_machine: Sequence[Mapping[str, LocalInventory]]) -> int:
-    """Return the newest iteration each of whose files exists on a machine, or 0 if there is none.
+    """Return the newest complete iteration, or 0. Each file of a complete iteration exists on at least one machine.
 
     by_machine: the result of `local_inventory` of each machine.
     """

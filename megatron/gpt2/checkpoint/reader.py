@@ -300,7 +300,7 @@ class NativeCheckpoint(BaseCheckpoint):
         return {file: info for number in range(len(self.tables)) for file, info in self._table(number).files.items()}
 
     def find_damage(self, rank: int = 0, world_size: int = 1, *, check_hashes: bool = True) -> str:
-        """Check this rank's share of the tables and files. Return the first error, in one line, or "".
+        """Check this rank's share of the tables and files. Return the first error, in one line, or "" if there is none.
 
         Tables must match the manifest. Files must exist with the right size and, with `check_hashes`, the right hash.
         Ranks 0 to `world_size` - 1 together check all tables and files.
@@ -329,8 +329,8 @@ class NativeCheckpoint(BaseCheckpoint):
         return ""
 
     def verify(self) -> str:
-        """Check every byte of all files, and that the slices of each tensor cover it. Return the first error, in one
-        line, or ""."""
+        """Check every byte of all files, and that slices cover each tensor. Return the first error, in one line, or ""
+        if there is none."""
         try:
             for name, info in self.tensors.items():
                 self.saved_slices(name, TensorSlice((0,) * len(info.shape), info.shape))

@@ -186,8 +186,8 @@ def rename_old_best(save: Path, log: Log) -> None:
 
 
 def make_save_folder(folder: Path) -> None:
-    """Make `folder`. Raises ValueError, in one line, if it cannot be written, or if it is the `best/` folder of another
-    run."""
+    """Make `folder`. Raises ValueError, in one line, if the folder cannot be written or is the `best/` folder of a
+    different run."""
     if folder.name == BEST and (folder.parent / METRICS).exists():
         raise ValueError(
             f"--save {folder} is where the run in {folder.parent} keeps its best checkpoint: give another "
@@ -204,8 +204,8 @@ def detect_format_by_file_names(path: str | Path, iteration: int | None = None) 
     """Return the format of the checkpoint at `path`, and the iteration's folder or the file to open. None if the format
     is unknown. The function reads only file names and the latest-iteration file.
 
-    If a folder has several iterations, the function chooses `iteration`, or else the one in `LATEST_FILE`, or else the
-    newest one.
+    If a folder has several iterations, the function chooses `iteration`. If this is None, it chooses the iteration in
+    `LATEST_FILE`, and without this file the newest iteration.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".pt" and not FOLDER_FILES.fullmatch(path.name):

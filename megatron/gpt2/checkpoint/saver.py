@@ -40,7 +40,7 @@ from megatron.gpt2.checkpoint.writer import (
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.hooks import StopRun
 
-GRACE_SECONDS = 5.0  # At the end of a run, rank 0 waits for this time for files of ranks that may be dead.
+GRACE_SECONDS = 5.0  # At the end of a run, rank 0 waits this long for files of ranks that may be dead.
 _POLL_SECONDS = 0.02
 _TOO_SLOW = "too slow"
 _ALIGNMENT = 64  # Every tensor in the host buffer starts at a multiple of this number of bytes.

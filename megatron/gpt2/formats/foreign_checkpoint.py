@@ -245,7 +245,7 @@ def report_padding(rows: int, log: Log) -> None:
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = 2**31) -> int:
-    """Return `value`. Raises ValueError unless it is an integer from `least` to `most`."""
+    """Return `value`, an integer from `least` to `most`. Raises ValueError for any other value."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} should be an integer from {least}, not {short_repr(value)}")
     return value

@@ -56,7 +56,7 @@ REQUIRED_VALUES = {
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }
-# The files of a tokenizer. transformers 4 writes both sets, transformers 5 only the second.
+# Each set of files contains a whole tokenizer. transformers 4 writes both sets, and transformers 5 only the second.
 TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
 
 

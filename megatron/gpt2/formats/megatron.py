@@ -169,9 +169,9 @@ def _zero_files(path: Path, tp_size: int) -> list[list[Path]]:
 
 
 def _open_files(path: Path) -> tuple[list[RankFile], int]:
-    """Return all files of the iteration, ordered by stage and then by rank, and the tensor-parallel size. Which
-    files must exist follows from the highest rank numbers in the folder and from the saved arguments. Raises ValueError
-    that names the file if one is missing or belongs to a different run."""
+    """Return all files of the iteration, ordered by stage and then by rank, and the tensor-parallel size. The
+    highest rank numbers in the folder and the saved arguments determine which files must exist. Raises ValueError,
+    which names the file, if a file is missing or belongs to a different run."""
     paths = rank_files(path)
     first = paths[min(paths)]
     args = namespace_dict(load_torch_file(first).get("args"))
@@ -217,7 +217,7 @@ def _chunks(top: Entries) -> list[str]:
 
 
 def _add_chunk(chunk: Any, weights: dict[str, LazyTensor], first_layer: int) -> int:
-    """Add the tensors of a chunk to `weights`. Return the number of its layers."""
+    """Add the tensors of a chunk to `weights`. Return the number of layers of the chunk."""
     if not isinstance(chunk, dict):
         raise ValueError(
             "holds no dictionary of weights (DeepSpeed's pipeline keeps them in layer_* files, which are not supported)"
