@@ -192,11 +192,11 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_what_nanogpt_has_not(tmp_path: Path) -> None:
-    for change, said in (
-        ({"gelu": "tanh"}, "its GELU is tanh, and nanoGPT's is erf"),
-        ({"gelu": "erf"}, "--ffn-hidden-size is 80, and nanoGPT supports only 192"),
+    for gelu, said in (
+        ("tanh", "its GELU is tanh, and nanoGPT's is erf"),
+        ("erf", "--ffn-hidden-size is 80, and nanoGPT supports only 192"),
     ):
-        model = replace(SHAPE, **change)
+        model = replace(SHAPE, gelu=gelu)
         source = InMemoryCheckpoint({f"model.{name}": value for name, value in random_weights(model).items()}, model)
         with pytest.raises(ValueError, match=said):
             write_nanogpt(source, tmp_path / "out", tokenizer=None)
