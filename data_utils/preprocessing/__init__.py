@@ -26,7 +26,6 @@ from data_utils.corpora import (
     MAX_BAD_FRACTION,
     MAX_LEADING_BAD_LINES,
     check_bad_lines,
-    detect_compression,
     expand_paths,
     get_text,
     json_object,
@@ -49,7 +48,6 @@ from data_utils.indexed_dataset import (
     token_dtype,
 )
 from data_utils.preprocessing.inputs import (
-    FileRange,
     Record,
     Shard,
     cut_into_shards,
@@ -60,9 +58,6 @@ from data_utils.preprocessing.inputs import (
 from data_utils.shards import Manifest, disk_full_errors, make_shard, map_in_processes
 from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
-
-SAMPLE_CHARACTERS = 1 << 16
-COMPRESSION_RATIO = 4  # An estimate: each byte of a compressed file gives this number of bytes of text.
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,8 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
     tokenizer = tokenizer_of(job)
     if job.append_eod and not tokenizer.has_eod:
         raise ValueError(f"--append-eod: the tokenizer {tokenizer.kind} has no end-of-document token")
-    files = [whole_file(path, job.keys) for path in expand_paths(job.inputs, "--input", list_input_files)]
-    shards, folder = cut_into_shards(files), job.folder
+    files = expand_paths(job.inputs, "--input", list_input_files)
+    shards, folder = cut_into_shards([whole_file(path, job.keys) for path in files]), job.folder
     manifests = _existing_manifests(job, shards)
     if manifests is not None:
         log(f"{', '.join(map(job.output, job.keys))}: already made from this input, nothing to do")
@@ -135,7 +130,6 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
     with disk_full_errors(job.output_prefix):
         make_folder(folder)
         with file_lock(folder / "lock", refuse):
-            _check_disk_space(job, files)
             shard_manifests = _make_shards(job, shards)
             _check_bad_lines(job, shard_manifests, log)
             manifests = {key: _merge_shards(job, key, shard_manifests) for key in job.keys}
@@ -162,30 +156,6 @@ def _existing_manifests(job: PreprocessingJob, shards: Sequence[Shard]) -> dict[
                 "choose another --output-prefix"
             )
     return found if len(existing) == len(job.keys) else None
-
-
-def _check_disk_space(job: PreprocessingJob, files: Sequence[FileRange]) -> None:
-    """Raise OSError if the disk has too little room for the shards and the merged pairs. The size is estimated from the
-    first documents."""
-    sample, tokenizer = "", tokenizer_of(job)
-    for _, record in records(files[0], job.keys):
-        with contextlib.suppress(ValueError):
-            item = json_object(record)
-            sample += "".join(get_text(item, key)[:SAMPLE_CHARACTERS] for key in job.keys)
-        if len(sample) > SAMPLE_CHARACTERS:
-            break
-    text = sum(
-        file.size * (COMPRESSION_RATIO if file.kind == "parquet" or detect_compression(file.path) else 1)
-        for file in files
-    )
-    pair = text * len(tokenizer.encode(sample)) // max(1, len(sample)) * token_dtype(tokenizer.vocab_size).itemsize
-    needed = 2 * pair - sum(path.stat().st_size for path in job.folder.iterdir())
-    free = shutil.disk_usage(job.folder).free
-    if needed > free:
-        raise OSError(
-            f"--output-prefix {job.output_prefix}: about {needed / 1e9:,.2f} GB are needed for shards and "
-            f"result, but only {free / 1e9:,.2f} GB are free on that disk"
-        )
 
 
 # --- a shard

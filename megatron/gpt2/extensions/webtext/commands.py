@@ -38,7 +38,7 @@ def blacklist_urls(argv: Argv = None) -> None:
     add_number(parser, "--urls-per-file", 1000, "URLs in a file")
     args = parser.parse_args(argv)
     args.blacklist = hash_file(filters.BLACKLIST)
-    stage = WebtextStage("blacklist_urls", filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
+    stage = WebtextStage(filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
     # All files are one shard, because duplicates may be in different files.
     run_stage(stage, [Shard("urls", find_files([args.input]))], one_file=(TEXT_SUFFIX,))
 
@@ -71,7 +71,7 @@ def download_urls(argv: Argv = None) -> None:
         from megatron.gpt2.extensions.webtext.download import download
     except ImportError as error:
         raise missing_package("this stage", error.name, "curate") from None
-    stage = WebtextStage("download_urls", download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
+    stage = WebtextStage(download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
     run_stage(stage, find_shards(args.input, join_texts=False), one_file=())
 
 
@@ -88,9 +88,7 @@ def cleanup_dataset(argv: Argv = None) -> None:
     args.tokenizer = tokenizer_arguments(args)
     args.fingerprint = build_tokenizer(**args.tokenizer).fingerprint
     libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
-    run_stage(
-        WebtextStage("cleanup_dataset", filters.cleanup, args, ("language", "min_tokens", "fingerprint"), libraries)
-    )
+    run_stage(WebtextStage(filters.cleanup, args, ("language", "min_tokens", "fingerprint"), libraries))
 
 
 def find_duplicates(argv: Argv = None) -> None:
@@ -112,10 +110,8 @@ def find_duplicates(argv: Argv = None) -> None:
     )
     args = parser.parse_args(argv)
     shards, folder = find_shards(args.input), shard_folder(args.output) / "signatures"
-    sign_args = argparse.Namespace(**{**vars(args), "output": folder})
-    manifests = run_stage(
-        WebtextStage("find_duplicates, signatures", near_duplicates.write_signatures, sign_args), shards
-    )
+    sign_args = argparse.Namespace(**{**vars(args), "output": folder, "stage": "find_duplicates, signatures"})
+    manifests = run_stage(WebtextStage(near_duplicates.write_signatures, sign_args), shards)
     if not manifests:
         return
     shards = shards[: len(manifests)]  # With --limit, only these shards were read.
@@ -128,9 +124,7 @@ def find_duplicates(argv: Argv = None) -> None:
     ]
     args.limit = args.executor = None  # The search for duplicates needs all shards.
     signatures = Shard("pairs", tuple(folder / f"{shard.name}.signatures" for shard in shards))
-    run_stage(
-        WebtextStage("find_duplicates", near_duplicates.find_pairs, args, ("shards", "min_jaccard")), [signatures]
-    )
+    run_stage(WebtextStage(near_duplicates.find_pairs, args, ("shards", "min_jaccard")), [signatures])
 
 
 def group_duplicate_url(argv: Argv = None) -> None:
@@ -144,8 +138,7 @@ def group_duplicate_url(argv: Argv = None) -> None:
     files = find_files([args.input])
     if len(files) != 1:
         raise ValueError(f"{args.input} names {len(files)} files: give one file, pairs.jsonl")
-    near_duplicates.read_table(files[0])
-    run_stage(WebtextStage("group_duplicate_url", near_duplicates.group_pairs, args), [Shard("groups", files)])
+    run_stage(WebtextStage(near_duplicates.group_pairs, args), [Shard("groups", files)])
 
 
 def remove_group_duplicates(argv: Argv = None) -> None:
@@ -156,9 +149,8 @@ def remove_group_duplicates(argv: Argv = None) -> None:
     GROUPS is the file groups.jsonl that group_duplicate_url.py wrote for this INPUT.
     """
     args = stage_parser(remove_group_duplicates, ("groups", "input", "output")).parse_args(argv)
-    near_duplicates.read_table(args.groups)
     args.groups_file, args.groups = args.groups, hash_file(args.groups)
-    run_stage(WebtextStage("remove_group_duplicates", near_duplicates.remove_duplicates, args, ("groups",)))
+    run_stage(WebtextStage(near_duplicates.remove_duplicates, args, ("groups",)))
 
 
 def filter_ngrams(argv: Argv = None) -> None:
@@ -184,7 +176,7 @@ def filter_ngrams(argv: Argv = None) -> None:
     print(
         f"searching for {len(runs):,} runs of {filters.WORDS} words; {too_short:,} shorter evaluation texts are ignored"
     )
-    run_stage(WebtextStage("filter_ngrams", filters.decontaminate, args, ("evaluation", "evaluation_key")))
+    run_stage(WebtextStage(filters.decontaminate, args, ("evaluation", "evaluation_key")))
 
 
 def merge_jsons(argv: Argv = None) -> None:
@@ -205,7 +197,7 @@ def merge_jsons(argv: Argv = None) -> None:
     )
     args = parser.parse_args(argv)
     shard = Shard(shard_name(args.output), find_files([args.data_path], "--data_path"))
-    run_stage(WebtextStage("merge_jsons", filters.merge, args), [shard])
+    run_stage(WebtextStage(filters.merge, args), [shard])
 
 
 def split_dataset(argv: Argv = None) -> None:
@@ -222,9 +214,7 @@ def split_dataset(argv: Argv = None) -> None:
     args = parser.parse_args(argv)
     args.shares = list(map(str, parse_split(args.split)))
     files = find_files([args.input])
-    run_stage(
-        WebtextStage("split_dataset", filters.split, args, ("shares", "seed")), [Shard("split", files)], one_file=()
-    )
+    run_stage(WebtextStage(filters.split, args, ("shares", "seed")), [Shard("split", files)], one_file=())
     command = ["bash", "scripts/pretrain_gpt2.sh"]
     for name, share in zip(filters.SPLITS, args.shares, strict=True):
         path = args.output / f"{name}.jsonl"

@@ -8,13 +8,14 @@ and replaced.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import multiprocessing
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 import pebble
@@ -24,7 +25,6 @@ from megatron.gpt2.extensions.webtext.filters import make_url_filter
 from megatron.gpt2.extensions.webtext.shards import ShardRun, json_line
 
 REDIRECTS = 5
-REDIRECT_CODES = (301, 302, 303, 307, 308)
 HEADERS = {
     "User-Agent": "gpt2-model-parallel/0.1 (text corpus builder)",
     "Accept": "text/html, text/plain;q=0.5",
@@ -51,14 +51,10 @@ class Page:
 
 
 def http_session() -> aiohttp.ClientSession:
-    """Make a client without limits. The limits of the flags begin with the first connection to a page."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=None),
-        headers=HEADERS,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trust_env=True,
-    )
+    """Make a client without a limit on connections and without cookies."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    cookies = aiohttp.DummyCookieJar()
+    return aiohttp.ClientSession(connector=connector, headers=HEADERS, cookie_jar=cookies, trust_env=True)
 
 
 async def fetch(
@@ -68,33 +64,16 @@ async def fetch(
 
     refusal: called with every URL that the server redirects to; returns the reason not to fetch it, or None.
     """
+    requests = itertools.count()
+
+    async def check_redirect(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        if next(requests) and (why := refusal(str(request.url))):
+            raise PageError(f"redirected: {why}")
+        return await send(request)
+
+    limits: Any = {"timeout": aiohttp.ClientTimeout(total=seconds), "max_redirects": REDIRECTS + 1}
     try:
-        return await asyncio.wait_for(_follow(client, url, max_bytes, refusal), seconds)
-    except (asyncio.TimeoutError, TimeoutError):
-        raise PageError("too slow") from None
-    except (aiohttp.InvalidURL, ValueError):
-        raise PageError("malformed address") from None
-    except aiohttp.ClientConnectorDNSError:
-        raise PageError(NO_HOST) from None
-    except aiohttp.ClientSSLError:
-        raise PageError("no valid certificate") from None
-    except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError):
-        raise PageError("broken answer") from None
-    except (aiohttp.ClientError, OSError):
-        raise PageError(CONNECTION_FAILED) from None
-
-
-async def _follow(
-    client: aiohttp.ClientSession, url: str, max_bytes: int, refusal: Callable[[str], str | None]
-) -> Page:
-    for _ in range(REDIRECTS + 1):
-        async with client.get(url, allow_redirects=False) as response:
-            location = response.headers.get("Location")
-            if response.status in REDIRECT_CODES and location:
-                url = urljoin(url, location)
-                if why := refusal(url):
-                    raise PageError(f"redirected: {why}")
-                continue
+        async with client.get(url, middlewares=[check_redirect], **limits) as response:
             if response.status != 200:
                 raise PageError(f"status {response.status}")
             if response.content_type not in KINDS:
@@ -106,8 +85,21 @@ async def _follow(
                 body += block
                 if len(body) > max_bytes:
                     raise PageError("too large")
-            return Page(url, bytes(body), response.charset)
-    raise PageError(f"more than {REDIRECTS} redirects")
+            return Page(str(response.real_url) if response.history else url, bytes(body), response.charset)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise PageError("too slow") from None
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError):
+        raise PageError("malformed address") from None
+    except aiohttp.ClientConnectorDNSError:
+        raise PageError(NO_HOST) from None
+    except aiohttp.ClientSSLError:
+        raise PageError("no valid certificate") from None
+    except aiohttp.TooManyRedirects:
+        raise PageError(f"more than {REDIRECTS} redirects") from None
+    except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError):
+        raise PageError("broken answer") from None
+    except (aiohttp.ClientError, OSError):
+        raise PageError(CONNECTION_FAILED) from None
 
 
 def extract_text(page: Page) -> str | None:

@@ -44,7 +44,6 @@ SAMPLES = 3  # A manifest has this number of samples for each reason.
 UNREADABLE = "unreadable"
 
 Document = dict[str, Any]
-ReportProgress = Callable[[int], object]  # called by the stage with the number of bytes that were read
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,8 @@ class WebtextStage:
     record other flags, such as paths and numbers of threads.
     """
 
-    name: str
     work: Callable[["ShardRun"], None]
-    args: argparse.Namespace  # Every stage has the flags limit and text_key.
+    args: argparse.Namespace  # `stage_parser` sets `stage`, the name, and the flags limit and text_key.
     recorded: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
 
@@ -162,7 +160,7 @@ class WebtextStage:
             raise missing_package("this stage", error.name, "curate") from None
         return {
             "format": STAGE_MANIFEST_VERSION,
-            "stage": self.name,
+            "stage": self.args.stage,
             "parameters": {name: getattr(self.args, name) for name in self.recorded},
             "limit": limit,
             "text_key": self.args.text_key,
@@ -173,22 +171,13 @@ class WebtextStage:
 class ShardRun:
     """A stage that runs on one shard: it reads entries, and writes or drops each.
 
-    limit: number of entries.
-    read: reports progress.
+    limit: the largest number of entries.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        shard: Shard,
-        output: Path = Path(),
-        limit: int | None = None,
-        read: ReportProgress = lambda count: None,
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, shard: Shard, output: Path = Path(), limit: int | None = None) -> None:
         self.args, self.shard, self.output, self.limit = args, shard, output, limit
         self.entered = self.left = self.offset = 0
         self.dropped: dict[str, dict[str, Any]] = {}
-        self._read = read
         self._files: dict[str, HashingWriter] = {}
         self._open = contextlib.ExitStack()
 
@@ -199,7 +188,6 @@ class ShardRun:
             whole, self.offset = whole_texts and is_text(path), 0
             with open_bytes(path) as file:
                 for number, content in enumerate([file.read()] if whole else file, 1):
-                    self._read(len(content))
                     if whole or content.strip():
                         if self.entered == self.limit:
                             return
@@ -262,12 +250,10 @@ class ShardRun:
         return {"entered": self.entered, "left": self.left, "dropped": self.dropped, "outputs": outputs}
 
 
-def run_shard(
-    stage: WebtextStage, shard: Shard, output: Path, limit: int | None = None, read: ReportProgress = lambda count: None
-) -> Manifest:
+def run_shard(stage: WebtextStage, shard: Shard, output: Path, limit: int | None = None) -> Manifest:
     """Return the manifest of the shard. If its outputs do not exist, make them first. A failure leaves no files."""
     expected = {**stage.manifest(limit), "input": shard.metadata()}
-    write = functools.partial(ShardRun(stage.args, shard, output, limit, read).run, stage.work)
+    write = functools.partial(ShardRun(stage.args, shard, output, limit).run, stage.work)
     with disk_full_errors(output):
         return make_shard(output / MANIFESTS / f"{shard.name}.json", output, expected, write)
 

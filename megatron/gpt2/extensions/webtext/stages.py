@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,7 @@ def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("i
     """Make a parser with the docstring of `program`, the positional arguments, and the flags of every stage."""
     configure_output(line_buffering=True)
     parser = Parser(description=inspect.getdoc(program))
+    parser.set_defaults(stage=program.__name__)
     for name in positional:
         parser.add_argument(name, metavar=name.upper(), **POSITIONAL[name])
     add_number(parser, "--limit", None, "only the first N documents or URLs")
@@ -108,7 +108,7 @@ def run_stage(
             run_with_datatrove(stage, shards, folder)
         if args.executor == "slurm":
             print(
-                f"{stage.name}: submitted to Slurm. When it is done, run the same command without --executor: it "
+                f"{stage.args.stage}: submitted to Slurm. When it is done, run the same command without --executor: it "
                 "reports, and repeats failed shards"
             )
             return []
@@ -135,22 +135,20 @@ def shard_folder(output: Path) -> Path:
 def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path) -> list[Manifest]:
     """Process the shards on this machine and return their manifests. With a limit, they run one after the other until
     it is reached. Raises ValueError if `output` holds a file of a different run."""
-    limit, workers = stage.args.limit, stage.args.workers
+    limit, manifests = stage.args.limit, list[Manifest]()
     output.mkdir(parents=True, exist_ok=True)
     bar = progress_bar(
-        total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, desc=stage.name, leave=False
+        total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, desc=stage.args.stage, leave=False
     )
     with bar, file_lock(output / ".lock", lambda: print(f"{output}: waiting for another process that writes to it")):
-        if limit is None and workers > 1 and len(shards) > 1:
-            work = functools.partial(run_shard, stage, output=output)
-            items = [(shard,) for shard in shards]
-            manifests = map_in_processes(work, items, workers=workers, finished=lambda shard: bar.update(shard.bytes))
+        if limit is None:
+            work, items = functools.partial(run_shard, stage, output=output), [(shard,) for shard in shards]
+            finished = lambda shard: bar.update(shard.bytes)  # noqa: E731
+            manifests = map_in_processes(work, items, workers=stage.args.workers, finished=finished)
         else:
-            manifests = []
             for shard in shards:
-                left = None if limit is None else limit - total(manifests, "entered")
-                if left != 0:
-                    manifests.append(run_shard(stage, shard, output, left, bar.update))
+                if left := limit - total(manifests, "entered"):
+                    manifests.append(run_shard(stage, shard, output, left))
         named = {name for manifest in manifests for name in manifest["outputs"]}
         for path in sorted(output.iterdir()):
             if path.is_file() and not path.name.startswith(".") and path.name not in named:
@@ -171,7 +169,7 @@ def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
         raise ValueError("the input is empty: give other files")
     size = sum(part["bytes"] for manifest in manifests for parts in manifest["outputs"].values() for part in parts)
     shards = plural(len(manifests), "shard")
-    print(f"{stage.name}: {entered:,} in, {left:,} out ({left / entered:.1%}); {shards}, {size / 1e6:,.1f} MB")
+    print(f"{stage.args.stage}: {entered:,} in, {left:,} out ({left / entered:.1%}); {shards}, {size / 1e6:,.1f} MB")
     counts, samples = Counter[str](), dict[str, str]()
     for manifest in manifests:
         for reason, entry in manifest["dropped"].items():
@@ -186,23 +184,15 @@ def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
         raise ValueError(f"all of {entered} entries were dropped: see the reasons above")
 
 
-@dataclass(repr=False)
-class ShardStep:
-    """The only step of a datatrove pipeline. Rank r of w processes the shards r, r + w, r + 2w, …"""
-
-    stage: WebtextStage
-    shards: Sequence[Shard]
-    output: Path
-
-    def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
-        for shard in self.shards[rank::world_size]:
-            run_shard(self.stage, shard, self.output)
-
-
 def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Path) -> None:
-    """Run the shards in --tasks tasks with datatrove's executor, or submit them to Slurm. Raises ValueError if
-    datatrove or Ray is not installed."""
+    """Run the shards in --tasks tasks with datatrove's executor, or submit them to Slurm. Rank r of w processes the
+    shards r, r + w, r + 2w, … Raises ValueError if datatrove or Ray is not installed."""
     args = stage.args
+
+    def run_rank(data: object, rank: int, world_size: int) -> None:
+        for shard in shards[rank::world_size]:
+            run_shard(stage, shard, output)
+
     # Processes on other machines use the same interpreter and the same project.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
@@ -211,7 +201,7 @@ def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Pat
         "Slurm": {
             "time": args.slurm_time,
             "partition": args.slurm_partition,
-            "job_name": stage.name.split(",")[0],
+            "job_name": stage.args.stage.partition(",")[0],
             "env_command": path,
             "slurm_logs_folder": f"{output}/.datatrove/slurm",
             "qos": "",
@@ -225,7 +215,7 @@ def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Pat
         from datatrove import executor
 
         getattr(executor, f"{kind}PipelineExecutor")(
-            [ShardStep(stage, list(shards), output)],
+            [run_rank],
             tasks=min(args.tasks, len(shards)),
             logging_dir=f"{output}/.datatrove",
             skip_completed=False,

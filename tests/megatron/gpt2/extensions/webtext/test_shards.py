@@ -44,7 +44,7 @@ class ThreeShards:
     def run(self, *flags: str, least: int = 3, library: str = "numpy") -> list[dict[str, Any]]:
         args = stage_parser(shorten).parse_args([str(self.input), str(self.output), "--workers", "1", *flags])
         args.least, args.calls = least, self.calls
-        return run_stage(WebtextStage("shorten", shorten, args, ("least",), (library,)))
+        return run_stage(WebtextStage(shorten, args, ("least",), (library,)))
 
     def ran(self) -> str:
         """Return the shards that ran since the last call."""
