@@ -16,7 +16,7 @@ The versions of all formats that this project writes to disk and reads again:
 | a pair's manifest | PREFIX.json, "format" | 1 | none | not checked yet |
 | a shard of a pair | PREFIX.shards/, within "recipe" | 1 | none | the shard is made again |
 | tokenised text | the cache folder, within a pair's name | 1 | none | the text is tokenised again |
-| a stage's manifest | OUTPUT/manifests/NAME.json, "format" | 2 | 1: the shard is made again | the shard is made again |
+| a web-text manifest | OUTPUT/manifests/NAME.json, "format" | 2 | 1: the step runs again | the step runs again |
 
 A tokenizer's folder has no version, because the files of each kind of tokenizer keep their format. Its metadata is in
 tokenizer_facts.json; in older folders the file is called tokenizer.json, which is still read. Raise a version when
@@ -45,7 +45,7 @@ INDEX_VERSION = 1
 PAIR_MANIFEST_VERSION = 1
 PREPROCESSING_SHARD_VERSION = 1
 TOKEN_CACHE_VERSION = 1
-STAGE_MANIFEST_VERSION = 2
+STEP_MANIFEST_VERSION = 2
 
 CHECKSUM_ENTRY = ',\n "sha256": "'
 END = b'"}\n'  # the end of a manifest that has one line per entry

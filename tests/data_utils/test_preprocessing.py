@@ -156,7 +156,7 @@ def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
 
 
 def test_restart_uses_finished_shards_only(tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/megatron/gpt2/extensions/webtext/test_shards.py damages shards and manifests."""
+    """tests/megatron/gpt2/extensions/webtext/test_step.py damages outputs and manifests."""
     texts = some_texts(400)
     path = write_lines(tmp_path / "a.jsonl", texts)
     shards = cut_into_shards([whole_file(path, ("text",))])

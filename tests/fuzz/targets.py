@@ -41,7 +41,7 @@ from megatron.gpt2.extensions.serve.request import (
     read_megatron_request,
     read_request,
 )
-from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun
+from megatron.gpt2.extensions.webtext.step import StepInput, StepRun
 from megatron.gpt2.formats import Hints, open_checkpoint
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
 from megatron.gpt2.formats.torch_files import load_torch_file
@@ -266,7 +266,7 @@ def read_text(folder: Path) -> None:
         for span in shard:
             for _, record in records(span, ("text",)):
                 assert isinstance(record, (bytes, dict, list, str, int, float, type(None)))
-    shard_run = ShardRun(argparse.Namespace(text_key="text"), Shard("read", (path,)))
+    shard_run = StepRun(argparse.Namespace(text_key="text"), StepInput("read", (path,)))
     texts += [document["text"] for document in shard_run.documents()]
     for text in texts:
         assert isinstance(text, str) and text, "no text"

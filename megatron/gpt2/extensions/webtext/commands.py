@@ -1,6 +1,6 @@
-"""The programs of tools/openwebtext. Each parses its flags (default: this process's) and runs one stage.
+"""The programs of tools/openwebtext. Each program parses its flags (default: this process's) and runs one step.
 
-They raise ValueError or FileNotFoundError, with a message of one line, for bad input or a bad flag.
+For bad input or a bad flag, a program raises ValueError or FileNotFoundError with a message of one line.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from data_utils.splits import parse_split
 from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, tokenizer_arguments
 from megatron.gpt2.extensions.webtext import filters, near_duplicates
-from megatron.gpt2.extensions.webtext.shards import Shard, WebtextStage, find_files, find_shards, shard_name
-from megatron.gpt2.extensions.webtext.stages import (
+from megatron.gpt2.extensions.webtext.runner import (
     add_number,
-    run_stage,
-    shard_folder,
-    stage_parser,
+    output_folder,
+    run_step,
+    step_parser,
 )
+from megatron.gpt2.extensions.webtext.step import StepInput, WebtextStep, find_files, find_inputs, output_name
 
 Argv = Sequence[str] | None
 seconds = bounded_float(1e-3, 86400)
@@ -32,15 +32,15 @@ def blacklist_urls(argv: Argv = None) -> None:
 
         python tools/openwebtext/blacklist_urls.py INPUT OUTPUT
 
-    INPUT holds one URL per line. OUTPUT gets files of --urls-per-file URLs; each is a shard of the download.
+    INPUT contains one URL per line. The URLs that remain are written to files of --urls-per-file URLs in OUTPUT.
     """
-    parser = stage_parser(blacklist_urls)
+    parser = step_parser(blacklist_urls)
     add_number(parser, "--urls-per-file", 1000, "URLs in a file")
     args = parser.parse_args(argv)
     args.blacklist = hash_file(filters.BLACKLIST)
-    stage = WebtextStage(filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
-    # All files are one shard, because duplicates may be in different files.
-    run_stage(stage, [Shard("urls", find_files([args.input]))], one_file=(TEXT_SUFFIX,))
+    step = WebtextStep(filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
+    # All files are one input, because duplicates may be in different files.
+    run_step(step, [StepInput("urls", find_files([args.input]))], one_file=(TEXT_SUFFIX,))
 
 
 def download_urls(argv: Argv = None) -> None:
@@ -48,10 +48,10 @@ def download_urls(argv: Argv = None) -> None:
 
         python tools/openwebtext/download_urls.py INPUT OUTPUT
 
-    INPUT holds one URL per line. Each file is a shard, which a restart repeats or skips. OUTPUT/records has the result
-    of each URL. The program does not read robots.txt: it fetches the listed pages only, and does not follow links.
+    INPUT contains one URL per line. A restart skips complete files and repeats the other files. OUTPUT/records contains
+    the result of each URL. The program fetches only the listed pages. It does not read robots.txt.
     """
-    parser = stage_parser(download_urls)
+    parser = step_parser(download_urls)
     add_number(parser, "--max-bytes", 10_000_000, "largest size of a page; larger ones are dropped")
     add_number(
         parser,
@@ -65,14 +65,14 @@ def download_urls(argv: Argv = None) -> None:
     add_number(parser, "--per-host", 4, "pages fetched from one host at the same time")
     args = parser.parse_args(argv)
     args.blacklist = hash_file(filters.BLACKLIST)
-    args.processes, args.workers = args.workers, 1  # One shard is processed at a time; its processes extract text.
+    args.processes, args.workers = args.workers, 1  # One file is downloaded at a time; the processes extract text.
     recorded = ("blacklist", "max_bytes", "page_seconds", "extract_seconds")
     try:
         from megatron.gpt2.extensions.webtext.download import download
     except ImportError as error:
-        raise missing_package("this stage", error.name, "curate") from None
-    stage = WebtextStage(download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
-    run_stage(stage, find_shards(args.input, join_texts=False), one_file=())
+        raise missing_package("this step", error.name, "curate") from None
+    step = WebtextStep(download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
+    run_step(step, find_inputs(args.input, join_texts=False), one_file=())
 
 
 def cleanup_dataset(argv: Argv = None) -> None:
@@ -80,7 +80,7 @@ def cleanup_dataset(argv: Argv = None) -> None:
 
     python tools/openwebtext/cleanup_dataset.py INPUT OUTPUT
     """
-    parser = stage_parser(cleanup_dataset)
+    parser = step_parser(cleanup_dataset)
     parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
     add_number(parser, "--min-tokens", 128, "least tokens of a document")
     add_tokenizer_flags(parser, default="builtin", help="tokenizer that counts the tokens (default: %(default)s)")
@@ -88,7 +88,7 @@ def cleanup_dataset(argv: Argv = None) -> None:
     args.tokenizer = tokenizer_arguments(args)
     args.fingerprint = build_tokenizer(**args.tokenizer).fingerprint
     libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
-    run_stage(WebtextStage(filters.cleanup, args, ("language", "min_tokens", "fingerprint"), libraries))
+    run_step(WebtextStep(filters.cleanup, args, ("language", "min_tokens", "fingerprint"), libraries))
 
 
 def find_duplicates(argv: Argv = None) -> None:
@@ -96,11 +96,11 @@ def find_duplicates(argv: Argv = None) -> None:
 
         python tools/openwebtext/find_duplicates.py INPUT OUTPUT
 
-    OUTPUT/signatures gets the MinHash signatures of every shard, OUTPUT/pairs.jsonl the pairs. Candidates share one of
-    20 bands of 5 values, and are then compared exactly. A pair is written only if it connects two groups, so a group of
-    k documents has k - 1 pairs.
+    The MinHash signatures are written to OUTPUT/signatures, and the pairs to OUTPUT/pairs.jsonl. Two documents are
+    candidates if they share one of 20 bands of 5 values. Candidates are compared exactly. A pair is written only if it
+    connects two groups, so a group of k documents has k - 1 pairs.
     """
-    parser = stage_parser(find_duplicates)
+    parser = step_parser(find_duplicates)
     add_number(
         parser,
         "--min-jaccard",
@@ -109,36 +109,37 @@ def find_duplicates(argv: Argv = None) -> None:
         kind=bounded_float(1e-9, 1),
     )
     args = parser.parse_args(argv)
-    shards, folder = find_shards(args.input), shard_folder(args.output) / "signatures"
-    sign_args = argparse.Namespace(**{**vars(args), "output": folder, "stage": "find_duplicates, signatures"})
-    manifests = run_stage(WebtextStage(near_duplicates.write_signatures, sign_args), shards)
+    sources, folder = find_inputs(args.input), output_folder(args.output) / "signatures"
+    sign_args = argparse.Namespace(**{**vars(args), "output": folder, "step": "find_duplicates, signatures"})
+    manifests = run_step(WebtextStep(near_duplicates.write_signatures, sign_args), sources)
     if not manifests:
         return
-    shards = shards[: len(manifests)]  # With --limit, only these shards were read.
+    sources = sources[: len(manifests)]  # With --limit, only these inputs were read.
     args.shards = [
         {"name": manifest["input"]["name"], "documents": manifest["left"], "sha256": manifest["input"]["sha256"]}
         for manifest in manifests
     ]
-    args.sources = [
-        shard.files[0] if near_duplicates.is_seekable(shard) else folder / f"{shard.name}.jsonl" for shard in shards
+    args.document_files = [
+        source.files[0] if near_duplicates.is_seekable(source) else folder / f"{source.name}.jsonl"
+        for source in sources
     ]
-    args.limit = args.executor = None  # The search for duplicates needs all shards.
-    signatures = Shard("pairs", tuple(folder / f"{shard.name}.signatures" for shard in shards))
-    run_stage(WebtextStage(near_duplicates.find_pairs, args, ("shards", "min_jaccard")), [signatures])
+    args.limit = args.executor = None  # The search for duplicates needs all inputs.
+    signatures = StepInput("pairs", tuple(folder / f"{source.name}.signatures" for source in sources))
+    run_step(WebtextStep(near_duplicates.find_pairs, args, ("shards", "min_jaccard")), [signatures])
 
 
 def group_duplicate_url(argv: Argv = None) -> None:
-    """Group the pairs that find_duplicates.py found. The first document of a group is kept later:
+    """Group the pairs that find_duplicates.py found:
 
         python tools/openwebtext/group_duplicate_url.py PAIRS OUTPUT
 
-    PAIRS is the file pairs.jsonl. OUTPUT gets groups.jsonl.
+    PAIRS is the file pairs.jsonl. The groups are written to OUTPUT/groups.jsonl.
     """
-    args = stage_parser(group_duplicate_url).parse_args(argv)
+    args = step_parser(group_duplicate_url).parse_args(argv)
     files = find_files([args.input])
     if len(files) != 1:
         raise ValueError(f"{args.input} names {len(files)} files: give one file, pairs.jsonl")
-    run_stage(WebtextStage(near_duplicates.group_pairs, args), [Shard("groups", files)])
+    run_step(WebtextStep(near_duplicates.group_pairs, args), [StepInput("groups", files)])
 
 
 def remove_group_duplicates(argv: Argv = None) -> None:
@@ -148,9 +149,9 @@ def remove_group_duplicates(argv: Argv = None) -> None:
 
     GROUPS is the file groups.jsonl that group_duplicate_url.py wrote for this INPUT.
     """
-    args = stage_parser(remove_group_duplicates, ("groups", "input", "output")).parse_args(argv)
+    args = step_parser(remove_group_duplicates, ("groups", "input", "output")).parse_args(argv)
     args.groups_file, args.groups = args.groups, hash_file(args.groups)
-    run_stage(WebtextStage(near_duplicates.remove_duplicates, args, ("groups",)))
+    run_step(WebtextStep(near_duplicates.remove_duplicates, args, ("groups",)))
 
 
 def filter_ngrams(argv: Argv = None) -> None:
@@ -158,7 +159,7 @@ def filter_ngrams(argv: Argv = None) -> None:
 
     python tools/openwebtext/filter_ngrams.py INPUT OUTPUT --evaluation lambada_test.jsonl wikitext/*.txt
     """
-    parser = stage_parser(filter_ngrams)
+    parser = step_parser(filter_ngrams)
     parser.add_argument(
         "--evaluation",
         nargs="+",
@@ -176,7 +177,7 @@ def filter_ngrams(argv: Argv = None) -> None:
     print(
         f"searching for {len(runs):,} runs of {filters.WORDS} words; {too_short:,} shorter evaluation texts are ignored"
     )
-    run_stage(WebtextStage(filters.decontaminate, args, ("evaluation", "evaluation_key")))
+    run_step(WebtextStep(filters.decontaminate, args, ("evaluation", "evaluation_key")))
 
 
 def merge_jsons(argv: Argv = None) -> None:
@@ -184,7 +185,7 @@ def merge_jsons(argv: Argv = None) -> None:
 
     python tools/openwebtext/merge_jsons.py --data_path FOLDER --output_file OUTPUT/corpus.jsonl
     """
-    parser = stage_parser(merge_jsons, ())
+    parser = step_parser(merge_jsons, ())
     parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
     parser.add_argument(
         "--output_file",
@@ -196,8 +197,8 @@ def merge_jsons(argv: Argv = None) -> None:
         help="to write (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    shard = Shard(shard_name(args.output), find_files([args.data_path], "--data_path"))
-    run_stage(WebtextStage(filters.merge, args), [shard])
+    source = StepInput(output_name(args.output), find_files([args.data_path], "--data_path"))
+    run_step(WebtextStep(filters.merge, args), [source])
 
 
 def split_dataset(argv: Argv = None) -> None:
@@ -208,13 +209,13 @@ def split_dataset(argv: Argv = None) -> None:
     The hash of a document's text and of --seed decides its split, so a document stays in its split when the corpus
     grows.
     """
-    parser = stage_parser(split_dataset)
+    parser = step_parser(split_dataset)
     parser.add_argument("--split", default="949,50,1", metavar="A,B,C", help="proportions (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
     args.shares = list(map(str, parse_split(args.split)))
     files = find_files([args.input])
-    run_stage(WebtextStage(filters.split, args, ("shares", "seed")), [Shard("split", files)], one_file=())
+    run_step(WebtextStep(filters.split, args, ("shares", "seed")), [StepInput("split", files)], one_file=())
     command = ["bash", "scripts/pretrain_gpt2.sh"]
     for name, share in zip(filters.SPLITS, args.shares, strict=True):
         path = args.output / f"{name}.jsonl"

@@ -1,7 +1,7 @@
-"""Download the pages of a shard of URLs with aiohttp, and extract their text with trafilatura, in the order of the
+"""Download the pages of a list of URLs with aiohttp, and extract their text with trafilatura, in the order of the
 URLs.
 
-The time of a whole page is limited, for any behaviour of the server. HTTP_PROXY, HTTPS_PROXY and NO_PROXY are used.
+The time of a page is limited from the connection to the last byte. HTTP_PROXY, HTTPS_PROXY and NO_PROXY are used.
 trafilatura runs in the processes of a pebble pool. If the extraction of a page takes too long, its process is killed
 and replaced.
 """
@@ -22,7 +22,7 @@ import pebble
 
 from data_utils.shards import exit_with_parent
 from megatron.gpt2.extensions.webtext.filters import make_url_filter
-from megatron.gpt2.extensions.webtext.shards import ShardRun, json_line
+from megatron.gpt2.extensions.webtext.step import StepRun, json_line
 
 REDIRECTS = 5
 HEADERS = {
@@ -38,7 +38,7 @@ Result = tuple[dict[str, Any], str | None]  # the record of a URL, and its text
 
 
 class PageError(Exception):
-    """The reason why a page was dropped, in a few words, which are the same for all pages with this reason."""
+    """Raised when a page is dropped. The message is the reason; the report counts pages by this message."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Page:
 
     url: str  # the URL after redirects
     body: bytes
-    charset: str | None  # the server's statement
+    charset: str | None  # as the server states it
 
 
 def http_session() -> aiohttp.ClientSession:
@@ -103,8 +103,8 @@ async def fetch(
 
 
 def extract_text(page: Page) -> str | None:
-    """Return the main text of a page, or None. Bytes are decoded with the charset from the server, else as UTF-8, else
-    as trafilatura guesses."""
+    """Return the main text of a page, or None. The bytes are decoded with the server's charset, otherwise as UTF-8. If
+    that fails, trafilatura guesses the charset."""
     import trafilatura
 
     content: bytes | str = page.body
@@ -123,12 +123,12 @@ def _start_extractor() -> None:
 
 def text_extractors(count: int) -> pebble.ProcessPool:
     """Return a pool of `count` processes for `extract`."""
-    # Start new interpreters, because a fork of this one would copy locks that its threads hold.
+    # Start new interpreters, because a fork would copy locks that threads of this process hold.
     return pebble.ProcessPool(count, initializer=_start_extractor, context=multiprocessing.get_context("spawn"))
 
 
 async def extract(pool: pebble.ProcessPool, page: Page, seconds: float) -> str:
-    """Return the main text of a page. Raises PageError with the reason if there is none; a process that takes longer
+    """Return the main text of a page. Raises PageError with the reason if no text is found. A process that takes longer
     than `seconds` is killed."""
     try:
         text = await asyncio.wrap_future(pool.schedule(extract_text, args=[page], timeout=seconds))
@@ -136,16 +136,16 @@ async def extract(pool: pebble.ProcessPool, page: Page, seconds: float) -> str:
         raise PageError("text not found in time") from None
     except pebble.ProcessExpired:
         raise PageError("its extraction ended a process") from None
-    except Exception as error:  # A hostile page may cause any error.
+    except Exception as error:  # A hostile page may cause any error in the extraction.
         raise PageError(f"not readable ({type(error).__name__})") from None
     if not text or not text.strip():
         raise PageError("page without text")
     return text
 
 
-async def fetch_records(run: ShardRun) -> AsyncIterator[Result]:
+async def fetch_records(run: StepRun) -> AsyncIterator[Result]:
     """Yield the record and the text of each URL, in order. At most 4 · --threads URLs are in progress, which limits
-    memory and keeps the progress bar correct."""
+    memory."""
     args, refused = run.args, make_url_filter()
     pool = text_extractors(args.processes)
     connections = asyncio.Semaphore(args.threads)
@@ -177,8 +177,8 @@ async def fetch_records(run: ShardRun) -> AsyncIterator[Result]:
         pool.join()
 
 
-def download(run: ShardRun) -> None:
-    """Write the pages with text as {"url", "text"}, and the result of each URL to records/<shard>.jsonl."""
+def download(run: StepRun) -> None:
+    """Write the pages with text as {"url", "text"}, and the result of each URL to records/<input>.jsonl."""
 
     async def write() -> None:
         async for record, text in fetch_records(run):
@@ -188,8 +188,8 @@ def download(run: ShardRun) -> None:
             else:
                 run.write({"url": record["url"], "text": text})
 
-    records = run.file(f"records/{run.shard.name}.jsonl")
+    records = run.file(f"records/{run.source.name}.jsonl")
     asyncio.run(write())
-    # If no server answered, the network may be down, and the result is not recorded.
+    # If no server answered, the network may be down. An error leaves no records, so the URLs are tried again later.
     if run.dropped.keys() <= {NO_HOST, CONNECTION_FAILED} and not run.left and run.entered > 1:
-        raise OSError(f"no URL of {run.shard.files[0]} could be reached: is there a network?")
+        raise OSError(f"no URL of {run.source.files[0]} could be reached: is there a network?")

@@ -1,4 +1,4 @@
-"""Stages that process one document, or one URL, at a time."""
+"""Steps that process one document, or one URL, at a time."""
 
 import argparse
 import bisect
@@ -14,14 +14,14 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from data_utils.tokenizers import build_tokenizer
-from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, document_label
+from megatron.gpt2.extensions.webtext.step import UNREADABLE, StepInput, StepRun, document_label
 
 SHORTEST, LONGEST = 9, 2048  # the number of characters of a URL
-# Names of sites of pictures, sound, video, programs, shops, short links and log-ins, with or without the public suffix;
-# and suffixes of files that are not pages.
+# The file lists sites of pictures, sound, video, programs, shops, short links and log-ins, with or without the public
+# suffix, and the suffixes of files that are not pages.
 BLACKLIST = Path(__file__).with_name("blacklist.json")
-LANGUAGE_CHARACTERS = 3000  # The language detection reads this number of characters of a text, at 4 MB/s.
-# what ftfy may change: anything but printable ASCII without an ampersand
+LANGUAGE_CHARACTERS = 3000  # number of characters of a text that the language detection reads, at 4 MB/s
+# the characters that ftfy may change: all except printable ASCII without the ampersand
 SUSPECT = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
 WORDS = 13
 WORD = re.compile(r"\w+")
@@ -29,8 +29,8 @@ SPLITS = ("train", "valid", "test")
 
 
 def normalize_url(url: str) -> str:
-    """Normalize the parts of a URL that do not change the page: the fragment, the case of the host, the default port.
-    Raises ValueError if it has no host or an invalid port."""
+    """Remove the fragment and the default port of a URL, and write its host in lower case. These parts do not change
+    the page. Raises ValueError if the URL has no host or an invalid port."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ValueError("no host")
@@ -40,7 +40,7 @@ def normalize_url(url: str) -> str:
 
 
 def duplicate_key(url: str) -> str:
-    """Return a key that ignores the scheme, "www." and a final slash, because such URLs usually lead to one page."""
+    """Return the URL without its scheme, "www." and a final slash. URLs with the same key usually lead to one page."""
     parts = urlsplit(url)
     return f"{parts.netloc.removeprefix('www.')}{parts.path.rstrip('/')}?{parts.query}"
 
@@ -51,7 +51,7 @@ def make_url_filter() -> Callable[[str], str | None]:
 
     blacklist = json.loads(BLACKLIST.read_text(encoding="utf-8"))
     sites, extensions = set(blacklist["sites"]), set(blacklist["extensions"])
-    # The library contains a list of public suffixes, so that it needs no network and no cache.
+    # tldextract contains a list of public suffixes. With these arguments it uses no network and no cache.
     extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     def reason(url: str) -> str | None:
@@ -76,9 +76,9 @@ def make_url_filter() -> Callable[[str], str | None]:
     return reason
 
 
-def filter_urls(run: ShardRun) -> None:
-    """Filter the URLs of all files, and write files of --urls-per-file, which are the shards of the download. Memory: a
-    hash of each page, about 100 bytes."""
+def filter_urls(run: StepRun) -> None:
+    """Filter the URLs of all files, and write files of --urls-per-file URLs. Memory: about 100 bytes for each page,
+    for the hash of its URL."""
     reason = make_url_filter()
     seen: set[bytes] = set()
     for url in run.lines():
@@ -96,7 +96,7 @@ def filter_urls(run: ShardRun) -> None:
 
 
 def fix_text(text: str) -> str:
-    """Return ftfy.fix_text(text). ftfy works line by line, so lines that it would not change are not passed to it."""
+    """Return ftfy.fix_text(text). For speed, only lines that ftfy may change are passed to ftfy."""
     if not SUSPECT.search(text):
         return text
     import ftfy
@@ -118,8 +118,8 @@ def detect_language(text: str) -> str:
     return py3langid.classify(text[:LANGUAGE_CHARACTERS])[0]
 
 
-def cleanup(run: ShardRun) -> None:
-    """Fix each document with ftfy. Drop it if it is then empty, has fewer than --min-tokens tokens, or is not in
+def cleanup(run: StepRun) -> None:
+    """Fix each document with ftfy. Then drop a document that is empty, has fewer than --min-tokens tokens, or is not in
     --language."""
     args = run.args
     tokenizer = build_tokenizer(**args.tokenizer)
@@ -136,17 +136,17 @@ def cleanup(run: ShardRun) -> None:
 
 
 def word_ngrams(text: str) -> Iterator[tuple[str, ...]]:
-    """Yield every 13 consecutive words, in lower case. Words are letters and digits, so punctuation and white space do
-    not matter."""
+    """Yield every 13 consecutive words of `text`, in lower case. Words are letters and digits, so punctuation and white
+    space do not matter."""
     words = WORD.findall(text.lower())
     return zip(*(words[start:] for start in range(WORDS)), strict=False)
 
 
-@functools.lru_cache(1)  # cached, because a process works on many shards
+@functools.lru_cache(1)  # cached, because a process works on many inputs
 def evaluation_ngrams(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[str, ...]], int]:
-    """Return the runs of 13 words of the evaluation texts at `paths`, and the number of shorter texts, which cannot be
-    found. Raises ValueError if there are no runs, or for a line without text under `text_key`."""
-    reading = ShardRun(argparse.Namespace(text_key=text_key), Shard("evaluation", paths))
+    """Return all runs of 13 words in the evaluation texts at `paths`, and the number of texts that are shorter than a
+    run. Raises ValueError if there are no runs, or for a line without text under `text_key`."""
+    reading = StepRun(argparse.Namespace(text_key=text_key), StepInput("evaluation", paths))
     runs: set[tuple[str, ...]] = set()
     too_short = 0
     for document in reading.documents():
@@ -160,7 +160,7 @@ def evaluation_ngrams(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple
     return runs, too_short
 
 
-def decontaminate(run: ShardRun) -> None:
+def decontaminate(run: StepRun) -> None:
     """Drop each document that shares a run of 13 words with a text of --evaluation."""
     runs, _ = evaluation_ngrams(run.args.evaluation_files, run.args.evaluation_key)
     for document in run.documents():
@@ -171,17 +171,17 @@ def decontaminate(run: ShardRun) -> None:
             run.drop("in an evaluation set", " ".join(found))
 
 
-def merge(run: ShardRun) -> None:
+def merge(run: StepRun) -> None:
     """Write all documents of all files, in order, to one file."""
     for document in run.documents():
         run.write(document)
 
 
-def split(run: ShardRun) -> None:
-    """Assign each document to a split by the hash of its text and of --seed. It stays in its split when the corpus
-    grows, and equal texts stay together."""
+def split(run: StepRun) -> None:
+    """Assign each document to a split by the hash of its text and of --seed. A document stays in its split when the
+    corpus grows, and equal texts are in the same split."""
     shares = list(map(Fraction, run.args.shares))
-    ends = list(itertools.accumulate(shares))  # The last number is their sum.
+    ends = list(itertools.accumulate(shares))  # The last end is the sum of the shares.
     for document in run.documents():
         key = str(run.args.seed).encode()
         digest = hashlib.blake2b(document["text"].encode("utf-8"), digest_size=8, key=key).digest()

@@ -1,13 +1,13 @@
-"""Remove near-duplicates in four steps: signatures of every shard, pairs, groups, removal.
+"""Remove near-duplicates in four steps: signatures of every input, pairs, groups, removal.
 
-A document is the set of its character 5-grams. Its sketch estimates the Jaccard index J(A, B) = |A n B| / |A u B|: each
-of the t = 100 values of two sketches is equal with probability J. All t values need only one hash per 5-gram
-(Dahlgaard, Knudsen, Thorup: Fast Similarity Sketching, 2017), while MinHash with t permutations needs t. The hash
-selects a bin, and the minimum of each bin is a value. Empty bins are filled in further rounds with new hashes, so that
-a short document has a full sketch, too.
+A document is treated as the set of its character 5-grams. The similarity of two documents is the Jaccard index
+J(A, B) = |A n B| / |A u B|. A sketch of t = 100 values estimates J: each value is equal in two sketches with
+probability J. All t values need only one hash per 5-gram (Dahlgaard, Knudsen, Thorup: Fast Similarity Sketching, 2017);
+MinHash needs t hashes. The hash selects a bin, and the minimum of each bin is a value. Empty bins are filled in further
+rounds with new hashes, so that a short document also has a full sketch.
 
-Documents are numbered through all shards, in order. The first line of the files of pairs and groups is a table of the
-shards (name, number of documents, sha256 of the input), so that a removal from different files is refused.
+Documents are numbered through all inputs, in order. The first line of the files of pairs and groups is a table of the
+inputs (name, number of documents, sha256), so that a removal from different files is refused.
 """
 
 import bisect
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from data_utils.corpora import JSON_SUFFIXES
-from megatron.gpt2.extensions.webtext.shards import Document, Shard, ShardRun, document_label, json_line, read_at
+from megatron.gpt2.extensions.webtext.step import Document, StepInput, StepRun, document_label, json_line, read_at
 
 SHINGLE = 5
 VALUES = 100
 BANDS = 20
-# A signature has this number of uint64 values: the keys of its bands, and the offset of the document.
+# number of uint64 values of a signature: the keys of its bands, and the offset of the document in its file
 COLUMNS = BANDS + 1
 SHINGLE_CACHE = 4096  # number of documents
 SIGN_BATCH = 64  # The band keys of this number of documents are computed together.
@@ -38,11 +38,11 @@ HALF = np.uint64(32)
 # The hashes of round i are the first hashes plus ROUNDS[i].
 ROUNDS = np.arange(2 * VALUES, dtype=np.uint64) * FACTORS[1]
 
-ShardTable = list[dict[str, Any]]  # Each shard has "name", "documents" and "sha256".
+InputTable = list[dict[str, Any]]  # Each input has "name", "documents" and "sha256".
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Permute uint64 values in place. Each bit of an input changes about half of the bits of the output."""
+    """Permute uint64 values in place. A change of one bit of a value changes about half of the bits of its result."""
     values ^= values >> HALF
     values *= MIXER
     values ^= values >> np.uint64(29)
@@ -52,8 +52,8 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def shingle_hashes(text: str) -> np.ndarray:
-    """uint64 [characters - 4]: a hash of each 5-gram; two 5-grams have equal hashes with probability 2^-64. A shorter
-    text is padded to one 5-gram."""
+    """Return a hash of each 5-gram, uint64 [characters - 4]. Two 5-grams have equal hashes with probability 2^-64. A
+    text of fewer than 5 characters is padded to one 5-gram."""
     padded = text.ljust(SHINGLE, "\0").encode("utf-32-le", "surrogatepass")
     codes = np.frombuffer(padded, np.uint32).astype(np.uint64)
     pairs = codes[1:] * FACTORS[0] + codes[:-1]
@@ -61,9 +61,9 @@ def shingle_hashes(text: str) -> np.ndarray:
 
 
 def sketch(text: str) -> np.ndarray:
-    """uint64 [t]: in each round, the empty bins take the minimum of the values that fall into them. In the first t
-    rounds, the upper bits of a value select its bin. In round t + i, all values fall into bin i, so that no bin stays
-    empty."""
+    """Return the sketch of a text, uint64 [t]. In each round, an empty bin takes the minimum of the hashes that fall
+    into it. In the first t rounds, the upper bits of a hash select its bin. In round t + i, all hashes fall into bin i,
+    so that no bin stays empty."""
     first = shingle_hashes(text)
     filled = np.full(VALUES, EMPTY)
     for number in range(2 * VALUES):
@@ -80,24 +80,24 @@ def sketch(text: str) -> np.ndarray:
 
 
 def band_keys(sketched: np.ndarray) -> np.ndarray:
-    """uint64 [d, t] -> [d, b]: a hash of each band of r = t / b values. Documents with an equal hash are candidates.
-    With b = 20 and r = 5, a pair of J = 0.8 is found with probability 1 - (1 - 0.8^5)^20 = 0.9996."""
+    """Hash each band of r = t / b values, uint64 [d, t] -> [d, b]. Documents with an equal hash are candidates. With b
+    = 20 and r = 5, a pair with J = 0.8 is found with probability 1 - (1 - 0.8^5)^20 = 0.9996."""
     bands = sketched.reshape(len(sketched), BANDS, -1)  # [d, t] -> [d, b, r]
     keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
-    for values in np.moveaxis(bands, 2, 0):  # The loop runs r times over [d, b].
+    for values in np.moveaxis(bands, 2, 0):  # r iterations over [d, b]
         keys = mix(keys * FACTORS[2] + values)
     return keys
 
 
-def is_seekable(shard: Shard) -> bool:
-    """Return True if `read_at` can read the shard, which must be one uncompressed JSON file."""
-    return len(shard.files) == 1 and shard.files[0].name.endswith(JSON_SUFFIXES)
+def is_seekable(source: StepInput) -> bool:
+    """Return True if `read_at` can read the input, which must be one uncompressed JSON file."""
+    return len(source.files) == 1 and source.files[0].name.endswith(JSON_SUFFIXES)
 
 
-def write_signatures(run: ShardRun) -> None:
-    """Write the signatures [documents, 21] of a shard, and a copy of its documents if the shard is not seekable."""
-    signatures = run.file(f"{run.shard.name}.signatures")
-    copies = None if is_seekable(run.shard) else run.file(f"{run.shard.name}.jsonl")
+def write_signatures(run: StepRun) -> None:
+    """Write the signatures [documents, 21] of an input, and a copy of its documents if the input is not seekable."""
+    signatures = run.file(f"{run.source.name}.signatures")
+    copies = None if is_seekable(run.source) else run.file(f"{run.source.name}.jsonl")
 
     def texts_with_offsets() -> Iterator[tuple[int, str]]:
         copied = 0
@@ -117,7 +117,7 @@ def write_signatures(run: ShardRun) -> None:
 
 
 def buckets(keys: np.ndarray) -> Iterator[list[int]]:
-    """Yield, for each key that occurs at least twice, the indices with this key in ascending order."""
+    """Yield a list for each key that occurs at least twice: the indices of the key in `keys`, in ascending order."""
     _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
     repeated = np.flatnonzero(counts[inverse] > 1)
     order = repeated[np.argsort(keys[repeated], kind="stable")]
@@ -128,10 +128,8 @@ def buckets(keys: np.ndarray) -> Iterator[list[int]]:
 def duplicate_pairs(
     signatures: Sequence[np.ndarray], shingles_of: Callable[[int], np.ndarray], min_jaccard: float
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield (number, number, Jaccard index) of pairs that share a band and have at least `min_jaccard`.
-
-    A pair within an existing group is skipped, so the pairs are the edges of a forest.
-    """
+    """Yield (number, number, Jaccard index) of each pair of documents that share a band and have an index of at least
+    `min_jaccard`. A pair whose documents earlier pairs connect is skipped, so the pairs are the edges of a forest."""
     from networkx.utils import UnionFind
 
     @functools.cache  # A pair may share several bands.
@@ -143,7 +141,7 @@ def duplicate_pairs(
     joined = UnionFind()
     for band in range(BANDS):
         for bucket in buckets(np.concatenate([part[:, band] for part in signatures])):
-            leaders: list[int] = []  # one document of each group in this bucket
+            leaders: list[int] = []  # the first document of each group in this bucket
             for number in bucket:
                 for leader in leaders:
                     if joined[leader] == joined[number]:
@@ -156,20 +154,20 @@ def duplicate_pairs(
                     leaders.append(number)
 
 
-def find_pairs(run: ShardRun) -> None:
-    """Find pairs of similar documents from the signatures of all shards. args.sources: for each shard, the file that
-    its offsets refer to."""
+def find_pairs(run: StepRun) -> None:
+    """Find pairs of similar documents from the signatures of all inputs. `args.document_files` has, for each input, the
+    file that the offsets refer to."""
     args = run.args
     signatures = [
         np.memmap(path, "<u8", "r").reshape(-1, COLUMNS) if path.stat().st_size else np.empty((0, COLUMNS), "<u8")
-        for path in run.shard.files
+        for path in run.source.files
     ]
-    firsts = shard_offsets(args.shards)
+    firsts = first_numbers(args.shards)
 
     def document(number: int) -> Document:
-        shard = bisect.bisect_right(firsts, number) - 1
-        offset = int(signatures[shard][number - firsts[shard], BANDS])
-        return read_at(args.sources[shard], offset, args.text_key)
+        source = bisect.bisect_right(firsts, number) - 1
+        offset = int(signatures[source][number - firsts[source], BANDS])
+        return read_at(args.document_files[source], offset, args.text_key)
 
     @functools.lru_cache(SHINGLE_CACHE)
     def shingles_of(number: int) -> np.ndarray:
@@ -186,32 +184,33 @@ def find_pairs(run: ShardRun) -> None:
         run.drop("like an earlier document", f"{index:.2f}: {names[0]} | {names[1]}")
 
 
-def shard_offsets(shards: ShardTable) -> list[int]:
-    """Return the number of each shard's first document."""
-    return [0, *itertools.accumulate(shard["documents"] for shard in shards)][:-1]
+def first_numbers(sources: InputTable) -> list[int]:
+    """Return the number of each input's first document."""
+    return [0, *itertools.accumulate(source["documents"] for source in sources)][:-1]
 
 
-@functools.lru_cache(1)  # cached, because a process works on many shards
-def read_table(path: Path) -> tuple[ShardTable, list[Any]]:
-    """Return the shards and the other lines of a file of pairs or groups. Raises ValueError for other files."""
+@functools.lru_cache(1)  # cached, because a process works on many inputs
+def read_table(path: Path) -> tuple[InputTable, list[Any]]:
+    """Return the table of inputs and the other lines of a file of pairs or groups. Raises ValueError for any other
+    file."""
     try:
         with open(path, "rb") as file:
             return json.loads(file.readline())["shards"], [json.loads(line) for line in file]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a file of pairs or groups: its first line does not list shards") from None
+        raise ValueError(f"{path} is not a file of pairs or groups: its first line does not list inputs") from None
 
 
-def group_pairs(run: ShardRun) -> None:
-    """Make groups of documents that pairs connect. The groups are sorted by number."""
+def group_pairs(run: StepRun) -> None:
+    """Group the documents that pairs connect. The groups and the numbers of their documents are in ascending order."""
     from networkx.utils import UnionFind
 
-    table, pairs = read_table(run.shard.files[0])
+    table, pairs = read_table(run.source.files[0])
     joined = UnionFind()
     for line in pairs:
         joined.union(*line["pair"])
     file = run.file("groups.jsonl")
     file.write(json_line({"shards": table}))
-    run.entered = run.left = sum(shard["documents"] for shard in table)
+    run.entered = run.left = sum(source["documents"] for source in table)
     for first, *others in sorted(map(sorted, joined.to_sets())):
         file.write(json_line([first, *others]))
         for number in others:
@@ -225,16 +224,16 @@ def duplicates_to_remove(path: Path) -> set[int]:
     return {number for numbers in read_table(path)[1] for number in numbers[1:]}
 
 
-def remove_duplicates(run: ShardRun) -> None:
-    """Write the documents of a shard, except those that have an earlier document in their group."""
+def remove_duplicates(run: StepRun) -> None:
+    """Write the documents of an input that have no earlier document in their group."""
     path = run.args.groups_file
-    table, file, found = read_table(path)[0], run.shard.files[0], run.shard.metadata()
+    table, file, found = read_table(path)[0], run.source.files[0], run.source.metadata()
     matches = [
-        index for index, shard in enumerate(table) if all(shard[key] == found[key] for key in ("name", "sha256"))
+        index for index, source in enumerate(table) if all(source[key] == found[key] for key in ("name", "sha256"))
     ]
     if not matches:
         raise ValueError(f"{path} was not made from the present {file}: search it for duplicates first")
-    first, count = shard_offsets(table)[matches[0]], table[matches[0]]["documents"]
+    first, count = first_numbers(table)[matches[0]], table[matches[0]]["documents"]
     for number, document in enumerate(run.documents()):
         if number >= count:
             raise ValueError(f"{file} was searched for duplicates only up to document {count}: give the same --limit")

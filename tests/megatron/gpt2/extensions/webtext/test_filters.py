@@ -40,7 +40,7 @@ from megatron.gpt2.extensions.webtext.filters import (
     normalize_url,
     word_ngrams,
 )
-from megatron.gpt2.extensions.webtext.shards import json_line
+from megatron.gpt2.extensions.webtext.step import json_line
 from tests.conftest import needs
 
 pytestmark = needs("tldextract", extra="curate")

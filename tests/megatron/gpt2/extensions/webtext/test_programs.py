@@ -43,16 +43,16 @@ def run(name: str, *arguments: Path | str, **environment: str) -> subprocess.Com
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the current folder, with scraped text and with shards of JSON lines."""
+    """Make the current folder, with scraped text and with files of JSON lines."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     Path("texts").mkdir()
     for number in range(6):
         Path(f"texts/{number}.txt").write_text(f"Chapter {number}. " + STORY if number else "short")
-    Path("shards").mkdir()
-    for shard in range(3):
-        lines = [json.dumps({"text": f"Tale {shard}, {number}. {STORY}"}) + "\n" for number in range(3)]
-        Path(f"shards/{shard}.jsonl").write_text("".join(lines))
+    Path("lines").mkdir()
+    for file in range(3):
+        lines = [json.dumps({"text": f"Tale {file}, {number}. {STORY}"}) + "\n" for number in range(3)]
+        Path(f"lines/{file}.jsonl").write_text("".join(lines))
     Path("evaluation.txt").write_text("Nothing of these words is in the other texts, however long one looks for them.")
 
 
@@ -64,7 +64,7 @@ OF_DOCUMENTS = {
 }
 
 
-def test_every_stage_takes_scraped_text(capsys: pytest.CaptureFixture[str]):
+def test_every_step_takes_scraped_text(capsys: pytest.CaptureFixture[str]):
     for name, arguments in OF_DOCUMENTS.items():
         program(name, "texts", name, *arguments, "--limit", "3")
         assert ": 3 in, " in capsys.readouterr().out
@@ -76,19 +76,19 @@ def test_every_stage_takes_scraped_text(capsys: pytest.CaptureFixture[str]):
 
 
 def test_file_names_of_2019_from_addresses_to_a_data_set():
-    """A name that ends in .json is one file. A folder of shards is accepted instead of a file."""
+    """A name that ends in .json is one file. A folder is accepted instead of a file."""
     Path("urls.txt").write_text("\ufeffhttp://a.org/1\nhttp://a.org/1\nhttp://b.org/2\n")
     program("blacklist_urls", "urls.txt", "clean_urls.txt", "--urls-per-file", "1")
     assert Path("clean_urls.txt").read_text() == "http://a.org/1\nhttp://b.org/2\n"
-    with open("shards/2.jsonl", "a") as file:
+    with open("lines/2.jsonl", "a") as file:
         file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # a duplicate
-    program("cleanup_dataset", "shards", "clean.json", "--workers", "1")  # Three shards become one file.
+    program("cleanup_dataset", "lines", "clean.json", "--workers", "1")  # Three files become one.
     program("cleanup_dataset", "clean.json", "clean_again.jsonl")
     assert Path("clean.json").read_bytes() == Path("clean_again.jsonl").read_bytes()
     program("find_duplicates", "clean.json", "duplicates.json", "--min-jaccard", "1")
     program("group_duplicate_url", "duplicates.json", "groups.json")
     program("remove_group_duplicates", "groups.json", "clean.json", "unique.json")
-    program("cleanup_dataset", "shards", "folder", "--workers", "1")
+    program("cleanup_dataset", "lines", "folder", "--workers", "1")
     assert not list(Path().glob("*.shards")) and len(list(Path().glob("folder/*.jsonl"))) == 3
     cleaned, kept = (
         [json.loads(line)["text"] for line in Path(name).read_text().splitlines()]
@@ -108,8 +108,8 @@ def test_file_names_of_2019_from_addresses_to_a_data_set():
 @pytest.mark.parametrize(
     "line, words",
     {
-        "cleanup_dataset texts out.txt": "out.txt: this stage writes a folder, or a file whose name ends in .json or",
-        "cleanup_dataset shards/1.jsonl shards/1.jsonl": "shards/1.jsonl is a file of the input",
+        "cleanup_dataset texts out.txt": "out.txt: this step writes a folder, or a file whose name ends in .json or",
+        "cleanup_dataset lines/1.jsonl lines/1.jsonl": "lines/1.jsonl is a file of the input",
         "cleanup_dataset texts out --limit 0": "--limit: must be at least 1, not 0",
         "cleanup_dataset texts out --executor slurm": "--slurm-partition",
         "cleanup_dataset texts out --executor local --limit 3": "--limit",
@@ -143,8 +143,8 @@ def file_hashes(folder: Path) -> dict[str, str]:
 def test_executors_make_the_same_bytes(executor: str, capsys: pytest.CaptureFixture[str]):
     if executor == "ray":
         pytest.importorskip("ray")
-    program("cleanup_dataset", "shards", "alone")
-    found = run("cleanup_dataset", "shards", "cluster", "--executor", executor, "--tasks", "2")
+    program("cleanup_dataset", "lines", "alone")
+    found = run("cleanup_dataset", "lines", "cluster", "--executor", executor, "--tasks", "2")
     assert found.returncode == 0, found.stderr
     assert "Processing done" in "".join(path.read_text() for path in Path().glob("cluster/.datatrove/logs/*"))
     assert file_hashes(Path("cluster")) == file_hashes(Path("alone")) and "9 in, 9 out" in found.stdout
@@ -165,11 +165,11 @@ def test_slurm(capsys: pytest.CaptureFixture[str]):
         Path("bin", name).write_text(f"#!/bin/bash\n{text}")
         Path("bin", name).chmod(0o755)
     flags = "--executor slurm --slurm-partition cpu --tasks 2".split()
-    found = run("cleanup_dataset", "shards", "out", *flags, PATH=f"{Path('bin').resolve()}:{os.environ['PATH']}")
+    found = run("cleanup_dataset", "lines", "out", *flags, PATH=f"{Path('bin').resolve()}:{os.environ['PATH']}")
     assert found.returncode == 0 and "submitted to Slurm" in found.stdout, found.stderr
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.jsonl")}
     assert sorted(path.name for path in before) == ["0.jsonl", "1.jsonl", "2.jsonl"]
-    program("cleanup_dataset", "shards", "out")
+    program("cleanup_dataset", "lines", "out")
     assert "9 in, 9 out" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

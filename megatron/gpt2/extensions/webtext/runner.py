@@ -1,8 +1,8 @@
-"""Run a stage on all its shards: the flags of every stage, processes or a cluster, and the final report.
+"""Run a step on all its inputs: the flags of every step, processes or a cluster, and the final report.
 
-`--executor` runs the shards as a step of datatrove, which has executors for this machine, for Slurm and for Ray.
-datatrove's record of completed ranks does not depend on the input, so it is not used. A repeated rank finds the
-manifests of its shards and skips them.
+`--executor` processes the inputs with datatrove, which has executors for this machine, for Slurm and for Ray.
+datatrove's record of completed ranks is not used, because it does not depend on the input. Instead, a repeated rank
+skips each input that has a manifest.
 """
 
 import argparse
@@ -30,9 +30,16 @@ from data_utils.command_line import (
 from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MAX_BAD_FRACTION, TEXT_SUFFIX, check_bad_lines
 from data_utils.files import file_lock
 from data_utils.shards import Manifest, map_in_processes
-from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, WebtextStage, atomic_file, find_shards, run_shard
+from megatron.gpt2.extensions.webtext.step import (
+    UNREADABLE,
+    StepInput,
+    WebtextStep,
+    atomic_file,
+    find_inputs,
+    process_input,
+)
 
-FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # A name with another suffix is that of a folder.
+FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # An OUTPUT with another suffix is a folder.
 
 POSITIONAL: dict[str, dict[str, Any]] = {
     "groups": {"type": Path, "help": "the file groups.jsonl that group_duplicate_url.py wrote for this INPUT"},
@@ -47,15 +54,15 @@ POSITIONAL: dict[str, dict[str, Any]] = {
 }
 
 
-def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("input", "output")) -> Parser:
-    """Make a parser with the docstring of `program`, the positional arguments, and the flags of every stage."""
+def step_parser(program: Callable[..., object], positional: Sequence[str] = ("input", "output")) -> Parser:
+    """Make a parser with the docstring of `program`, the positional arguments, and the flags of every step."""
     configure_output(line_buffering=True)
     parser = Parser(description=inspect.getdoc(program))
-    parser.set_defaults(stage=program.__name__)
+    parser.set_defaults(step=program.__name__)
     for name in positional:
         parser.add_argument(name, metavar=name.upper(), **POSITIONAL[name])
     add_number(parser, "--limit", None, "only the first N documents or URLs")
-    add_number(parser, "--workers", os.cpu_count() or 1, "processes, each with a separate shard")
+    add_number(parser, "--workers", os.cpu_count() or 1, "processes, each with a separate input file")
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="the JSON field with the text (default: text)"
     )
@@ -65,7 +72,7 @@ def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("i
     cluster.add_argument(
         "--executor", choices=("local", "slurm", "ray"), help="default: processes on this machine, without datatrove"
     )
-    add_number(cluster, "--tasks", 1, "tasks that share the shards")
+    add_number(cluster, "--tasks", 1, "tasks that share the input files")
     cluster.add_argument("--slurm-time", default="24:00:00", metavar="TIME", help="default: %(default)s")
     cluster.add_argument("--slurm-partition", metavar="NAME")
     return parser
@@ -79,44 +86,44 @@ def add_number(
     parser.add_argument(flag, type=kind, default=default, metavar="N", help=words + shown)
 
 
-def run_stage(
-    stage: WebtextStage, shards: Sequence[Shard] | None = None, *, one_file: tuple[str, ...] = JSON_SUFFIXES
+def run_step(
+    step: WebtextStep, sources: Sequence[StepInput] | None = None, *, one_file: tuple[str, ...] = JSON_SUFFIXES
 ) -> list[Manifest]:
-    """Run `stage` on `shards` (default: those of INPUT). Return the manifests of all shards, in order; none if the
-    shards were submitted to Slurm.
+    """Run `step` on `sources` (default: those of INPUT). Return the manifests of all inputs, in order, or [] if they
+    were submitted to Slurm.
 
     one_file: the suffixes of an OUTPUT that is one file.
 
-    Raises ValueError for a bad flag, or if the next stage cannot use the result.
+    Raises ValueError for a bad flag, or if the next step cannot use the result.
     """
-    args, output = stage.args, stage.args.output
+    args, output = step.args, step.args.output
     if args.executor and args.limit:
-        raise ValueError("--executor runs shards in parallel, --limit one after the other: omit one of them")
+        raise ValueError("--executor reads files in parallel, --limit one after the other: omit one of them")
     if args.executor == "slurm" and not args.slurm_partition:
         raise ValueError("--executor slurm needs --slurm-partition")
-    shards = find_shards(args.input) if shards is None else shards
-    folder = shard_folder(output)
+    sources = find_inputs(args.input) if sources is None else sources
+    folder = output_folder(output)
     if folder != output:
         if not output.name.endswith(one_file):
             endings = f", or a file whose name ends in {' or '.join(one_file)}" if one_file else ""
-            raise ValueError(f"{output}: this stage writes a folder{endings}")
-        if any(output.resolve() == path.resolve() for shard in shards for path in shard.files):
+            raise ValueError(f"{output}: this step writes a folder{endings}")
+        if any(output.resolve() == path.resolve() for source in sources for path in source.files):
             raise ValueError(f"{output} is a file of the input: give a different name")
-    stage.manifest(args.limit)  # `manifest` raises an error early if a library is missing.
+    step.manifest(args.limit)  # `manifest` raises an error early if a library is missing.
     try:
         if args.executor:
-            run_with_datatrove(stage, shards, folder)
+            run_with_datatrove(step, sources, folder)
         if args.executor == "slurm":
             print(
-                f"{stage.args.stage}: submitted to Slurm. When it is done, run the same command without --executor: it "
-                "reports, and repeats failed shards"
+                f"{step.args.step}: submitted to Slurm. When it is done, run the same command without --executor: it "
+                "reports, and repeats files that failed"
             )
             return []
-        manifests = run_locally(stage, shards, folder)
+        manifests = run_locally(step, sources, folder)
     except KeyboardInterrupt:
         print("interrupted: the same command continues", file=sys.stderr)
         sys.exit(130)
-    report_stage(stage, manifests)
+    report_step(step, manifests)
     if folder != output:
         with atomic_file(output) as together:
             for name in (name for manifest in manifests for name in manifest["outputs"]):
@@ -126,50 +133,50 @@ def run_stage(
     return manifests
 
 
-def shard_folder(output: Path) -> Path:
-    """Return the folder for the shards: `output`, or `output`.shards if `output` is one file."""
+def output_folder(output: Path) -> Path:
+    """Return the folder for the results. It is `output`.shards if `output` is one file, which is joined at the end."""
     is_file = output.name.endswith(FILE_SUFFIXES) and not output.is_dir()
     return output.with_name(f"{output.name}.shards") if is_file else output
 
 
-def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path) -> list[Manifest]:
-    """Process the shards on this machine and return their manifests. With a limit, they run one after the other until
-    it is reached. Raises ValueError if `output` holds a file of a different run."""
-    limit, manifests = stage.args.limit, list[Manifest]()
+def run_locally(step: WebtextStep, sources: Sequence[StepInput], output: Path) -> list[Manifest]:
+    """Process the inputs on this machine and return their manifests. With a limit, they are processed one after the
+    other until it is reached. Raises ValueError if `output` holds a file of a different run."""
+    limit, manifests = step.args.limit, list[Manifest]()
     output.mkdir(parents=True, exist_ok=True)
     bar = progress_bar(
-        total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, desc=stage.args.stage, leave=False
+        total=sum(source.bytes for source in sources), unit="B", unit_scale=True, desc=step.args.step, leave=False
     )
     with bar, file_lock(output / ".lock", lambda: print(f"{output}: waiting for another process that writes to it")):
         if limit is None:
-            work, items = functools.partial(run_shard, stage, output=output), [(shard,) for shard in shards]
-            finished = lambda shard: bar.update(shard.bytes)  # noqa: E731
-            manifests = map_in_processes(work, items, workers=stage.args.workers, finished=finished)
+            work, items = functools.partial(process_input, step, output=output), [(source,) for source in sources]
+            finished = lambda source: bar.update(source.bytes)  # noqa: E731
+            manifests = map_in_processes(work, items, workers=step.args.workers, finished=finished)
         else:
-            for shard in shards:
+            for source in sources:
                 if left := limit - total(manifests, "entered"):
-                    manifests.append(run_shard(stage, shard, output, left))
+                    manifests.append(process_input(step, source, output, left))
         named = {name for manifest in manifests for name in manifest["outputs"]}
         for path in sorted(output.iterdir()):
             if path.is_file() and not path.name.startswith(".") and path.name not in named:
-                raise ValueError(f"{path} was not written by this run: remove it, or the next stage will read it")
+                raise ValueError(f"{path} was not written by this run: remove it, or the next step will read it")
     return manifests
 
 
 def total(manifests: Sequence[Manifest], key: str) -> int:
-    """Return the sum of one count over all manifests."""
+    """Return the sum of the count `key` over all manifests."""
     return sum(manifest[key] for manifest in manifests)
 
 
-def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
-    """Print the counts of a stage, and a table of dropped entries: reason, count, share of the input, a sample. Raises
+def report_step(step: WebtextStep, manifests: Sequence[Manifest]) -> None:
+    """Print the counts of a step, and a table of dropped entries: reason, count, share of the input, a sample. Raises
     ValueError if the input was empty, too much was unreadable, or everything was dropped."""
     entered, left = total(manifests, "entered"), total(manifests, "left")
     if not entered:
         raise ValueError("the input is empty: give other files")
     size = sum(part["bytes"] for manifest in manifests for parts in manifest["outputs"].values() for part in parts)
-    shards = plural(len(manifests), "shard")
-    print(f"{stage.args.stage}: {entered:,} in, {left:,} out ({left / entered:.1%}); {shards}, {size / 1e6:,.1f} MB")
+    inputs = plural(len(manifests), "input")
+    print(f"{step.args.step}: {entered:,} in, {left:,} out ({left / entered:.1%}); {inputs}, {size / 1e6:,.1f} MB")
     counts, samples = Counter[str](), dict[str, str]()
     for manifest in manifests:
         for reason, entry in manifest["dropped"].items():
@@ -179,21 +186,21 @@ def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
     for line in align_columns([("dropped", "count", "share", "for example"), *rows], "<>><") if rows else ():
         print(f"  {line}")
     advice = "fix the files, give the field of the text with --text-key, or allow a greater part"
-    check_bad_lines(counts[UNREADABLE], entered, stage.args.max_bad_fraction, samples.get(UNREADABLE, ""), advice)
+    check_bad_lines(counts[UNREADABLE], entered, step.args.max_bad_fraction, samples.get(UNREADABLE, ""), advice)
     if not left:
         raise ValueError(f"all of {entered} entries were dropped: see the reasons above")
 
 
-def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Path) -> None:
-    """Run the shards in --tasks tasks with datatrove's executor, or submit them to Slurm. Rank r of w processes the
-    shards r, r + w, r + 2w, … Raises ValueError if datatrove or Ray is not installed."""
-    args = stage.args
+def run_with_datatrove(step: WebtextStep, sources: Sequence[StepInput], output: Path) -> None:
+    """Process the inputs in --tasks tasks with datatrove's executor, or submit them to Slurm. Rank r of w processes the
+    inputs r, r + w, r + 2w, … Raises ValueError if datatrove or Ray is not installed."""
+    args = step.args
 
     def run_rank(data: object, rank: int, world_size: int) -> None:
-        for shard in shards[rank::world_size]:
-            run_shard(stage, shard, output)
+        for source in sources[rank::world_size]:
+            process_input(step, source, output)
 
-    # Processes on other machines use the same interpreter and the same project.
+    # A process on another machine must use this interpreter and this project.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
     options: dict[str, dict[str, Any]] = {
@@ -201,7 +208,7 @@ def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Pat
         "Slurm": {
             "time": args.slurm_time,
             "partition": args.slurm_partition,
-            "job_name": stage.args.stage.partition(",")[0],
+            "job_name": step.args.step.partition(",")[0],
             "env_command": path,
             "slurm_logs_folder": f"{output}/.datatrove/slurm",
             "qos": "",
@@ -216,7 +223,7 @@ def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Pat
 
         getattr(executor, f"{kind}PipelineExecutor")(
             [run_rank],
-            tasks=min(args.tasks, len(shards)),
+            tasks=min(args.tasks, len(sources)),
             logging_dir=f"{output}/.datatrove",
             skip_completed=False,
             **options[kind],

@@ -1,15 +1,15 @@
-"""Run one stage on one shard. Its outputs and its manifest are written completely or not at all.
+"""Run one step on one input. Its outputs and its manifest are written completely or not at all.
 
-    <output>/<name>.jsonl             written by the stage, and renamed when it is complete and on the disk
-    <output>/manifests/<shard>.json   origin of the outputs, written last; outputs without it are ignored
+    <output>/<name>.jsonl             written by the step, and renamed when it is complete and on the disk
+    <output>/manifests/<input>.json   origin of the outputs, written last; outputs without a manifest are ignored
 
-A manifest holds the stage, its parameters, the versions of libraries, the sha256 of the input and of each output, and
-the numbers of entries: read, kept, and dropped, by reason and with samples. A shard is skipped if its manifest matches
-the present input, parameters and outputs (`data_utils.shards`). Manifests hold no times and no folders, so equal input
-gives equal bytes.
+A manifest contains the step, its parameters, the versions of libraries, the sha256 of the input and of each output, and
+the numbers of entries: read, kept, and dropped, by reason and with samples. An input is skipped if its manifest matches
+the present files, parameters and outputs (`data_utils.shards`). Manifests contain no times and no folders, so equal
+input gives equal bytes.
 
-A document is a dictionary whose "text" is a string that is not empty; "url" or "id" names it. A JSON file holds one
-document per line, a .txt file is one document. Files of both kinds may be compressed.
+A document is a dictionary whose "text" is a string that is not empty; its name is "url" or "id". A JSON file contains
+one document per line, a .txt file is one document. Files of both kinds may be compressed.
 """
 
 import argparse
@@ -35,20 +35,20 @@ from data_utils.corpora import (
     open_bytes,
     uncompressed,
 )
-from data_utils.files import STAGE_MANIFEST_VERSION, HashingWriter, atomic_write, update_hash
+from data_utils.files import STEP_MANIFEST_VERSION, HashingWriter, atomic_write, update_hash
 from data_utils.shards import Manifest, disk_full_errors, make_shard
 
-TEXTS_A_SHARD = 10_000
+TEXTS_PER_INPUT = 10_000
 LABEL_CHARACTERS = 100
-SAMPLES = 3  # A manifest has this number of samples for each reason.
+SAMPLES = 3  # number of dropped entries that a manifest shows for each reason
 UNREADABLE = "unreadable"
 
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Input files that are processed, and repeated after a failure, together.
+class StepInput:
+    """Files that a step processes, and repeats after a failure, together: one JSON file, or up to 10,000 .txt files.
 
     name: the name of the output.
     """
@@ -71,37 +71,37 @@ class Shard:
 
 
 def is_text(path: Path) -> bool:
-    """Return True if the name is that of a text file, compressed or not."""
+    """Return True if `path` names a text file, compressed or not."""
     return uncompressed(path.name).endswith(TEXT_SUFFIX)
 
 
-def shard_name(path: Path) -> str:
+def output_name(path: Path) -> str:
     """Return the name of a file without the suffixes of its compression and its format."""
     name = Path(uncompressed(path.name))
     return name.stem if name.suffix in (*JSON_SUFFIXES, TEXT_SUFFIX) else name.name
 
 
 def find_files(given: Sequence[str], flag: str = "INPUT") -> tuple[Path, ...]:
-    """Return all files that the entries name, each once, sorted. An entry is a file, a glob or a folder, which means
-    its JSON and text files without subfolders. Raises FileNotFoundError, which names the flag."""
+    """Return all files that the words in `given` name, each once, sorted. A word is a file, a glob or a folder. A
+    folder means its JSON and text files without subfolders. Raises FileNotFoundError, which names `flag`."""
     return tuple(sorted(set(map(Path, expand_paths(given, flag)))))
 
 
-def find_shards(given: str, *, join_texts: bool = True) -> list[Shard]:
-    """Make a shard of each file that `given` names. Raises ValueError if two shards would write the same output.
+def find_inputs(given: str, *, join_texts: bool = True) -> list[StepInput]:
+    """Make an input of each file that `given` names. Raises ValueError if two inputs would write the same output.
 
-    join_texts: make one of each 10,000 .txt files instead.
+    join_texts: make one input of each 10,000 .txt files instead.
     """
     files = find_files([given])
     texts = [path for path in files if join_texts and is_text(path)]
-    shards = [Shard(shard_name(path), (path,)) for path in files if not (join_texts and is_text(path))]
-    for number, first in enumerate(range(0, len(texts), TEXTS_A_SHARD)):
-        shards.append(Shard(f"texts_{number:05d}", tuple(texts[first : first + TEXTS_A_SHARD])))
-    seen: dict[str, Shard] = {}
-    for shard in shards:
-        if (other := seen.setdefault(shard.name, shard)) is not shard:
-            raise ValueError(f"{other.files[0]} and {shard.files[0]} would both become {shard.name}: rename one")
-    return shards
+    sources = [StepInput(output_name(path), (path,)) for path in files if not (join_texts and is_text(path))]
+    for number, first in enumerate(range(0, len(texts), TEXTS_PER_INPUT)):
+        sources.append(StepInput(f"texts_{number:05d}", tuple(texts[first : first + TEXTS_PER_INPUT])))
+    seen: dict[str, StepInput] = {}
+    for source in sources:
+        if (other := seen.setdefault(source.name, source)) is not source:
+            raise ValueError(f"{other.files[0]} and {source.files[0]} would both become {source.name}: rename one")
+    return sources
 
 
 def document_label(document: Document) -> str:
@@ -117,8 +117,8 @@ def json_line(document: Any) -> bytes:
 
 
 def parse_document(path: Path, content: bytes, text_key: str) -> Document:
-    """Parse a document from a line of JSON or a whole .txt file. The text of the document is moved to "text". Raises
-    ValueError if there is none."""
+    """Parse a document from a line of JSON or a whole .txt file. Move the text of the document to the field "text".
+    Raises ValueError if the document has no text."""
     if is_text(path):
         return {"id": path.name, "text": content.decode("utf-8-sig").replace("\r\n", "\n")}
     document = json_object(content)
@@ -126,7 +126,7 @@ def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     if text_key != "text":
         document["text"] = document.pop(text_key)
     if b"\\ud" in content.lower():
-        # Encoding fails for a lone surrogate, which only an escape in the JSON can contain.
+        # Encoding fails for a lone surrogate. Only an escape such as \\ud800 can produce one.
         json_line({**document, "text": text})
     return document
 
@@ -139,28 +139,28 @@ def read_at(path: Path, offset: int, text_key: str) -> Document:
 
 
 @dataclass(frozen=True)
-class WebtextStage:
-    """One stage of the preparation of web text. `work(run)` processes one shard with the flags `run.args`.
+class WebtextStep:
+    """One step of the preparation of web text. `work(run)` processes one input with the flags `run.args`.
 
-    A manifest records the flags in `recorded`, which affect the output, and the versions of `libraries`. It does not
-    record other flags, such as paths and numbers of threads.
+    recorded: the flags that affect the output; a manifest contains their values.
+    libraries: packages whose versions affect the output; a manifest contains the versions.
     """
 
-    work: Callable[["ShardRun"], None]
-    args: argparse.Namespace  # `stage_parser` sets `stage`, the name, and the flags limit and text_key.
+    work: Callable[["StepRun"], None]
+    args: argparse.Namespace  # `step_parser` sets `step`, the name, and the flags limit and text_key.
     recorded: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
 
     def manifest(self, limit: int | None) -> Manifest:
-        """Return the part of a manifest that describes the stage. Raises ValueError, with the command to install, if a
+        """Return the part of a manifest that describes the step. Raises ValueError, with the command to install, if a
         library is missing."""
         try:
             versions = {name: importlib.metadata.version(name) for name in self.libraries}
         except importlib.metadata.PackageNotFoundError as error:
-            raise missing_package("this stage", error.name, "curate") from None
+            raise missing_package("this step", error.name, "curate") from None
         return {
-            "format": STAGE_MANIFEST_VERSION,
-            "stage": self.args.stage,
+            "format": STEP_MANIFEST_VERSION,
+            "stage": self.args.step,
             "parameters": {name: getattr(self.args, name) for name in self.recorded},
             "limit": limit,
             "text_key": self.args.text_key,
@@ -168,23 +168,25 @@ class WebtextStage:
         }
 
 
-class ShardRun:
-    """A stage that runs on one shard: it reads entries, and writes or drops each.
+class StepRun:
+    """A step that runs on one input: it reads documents or URLs (entries), and writes or drops each of them.
 
     limit: the largest number of entries.
     """
 
-    def __init__(self, args: argparse.Namespace, shard: Shard, output: Path = Path(), limit: int | None = None) -> None:
-        self.args, self.shard, self.output, self.limit = args, shard, output, limit
+    def __init__(
+        self, args: argparse.Namespace, source: StepInput, output: Path = Path(), limit: int | None = None
+    ) -> None:
+        self.args, self.source, self.output, self.limit = args, source, output, limit
         self.entered = self.left = self.offset = 0
         self.dropped: dict[str, dict[str, Any]] = {}
         self._files: dict[str, HashingWriter] = {}
         self._open = contextlib.ExitStack()
 
     def _entries(self, whole_texts: bool) -> Iterator[tuple[Path, str, bytes]]:
-        """Yield (file, its place in messages, content) of each line that is not blank, or of a whole .txt file, and
-        count it."""
-        for path in self.shard.files:
+        """Yield and count entries as (file, "FILE:LINE" for messages, content). An entry is a line that is not blank,
+        or a whole .txt file."""
+        for path in self.source.files:
             whole, self.offset = whole_texts and is_text(path), 0
             with open_bytes(path) as file:
                 for number, content in enumerate([file.read()] if whole else file, 1):
@@ -196,12 +198,12 @@ class ShardRun:
                     self.offset += len(content)
 
     def lines(self) -> Iterator[str]:
-        """Yield the stripped lines of the shard that are not empty."""
+        """Yield the stripped lines of the input that are not empty."""
         return (content.decode("utf-8-sig", "replace").strip() for *_, content in self._entries(whole_texts=False))
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents of the shard. `offset` is where the current one begins in its decompressed file. Raises
-        ValueError if the first thousand are all unreadable."""
+        """Yield the documents of the input. `offset` is where the current document begins in its decompressed file.
+        Raises ValueError if the first thousand documents are all unreadable."""
         for path, place, content in self._entries(whole_texts=True):
             try:
                 document = parse_document(path, content, self.args.text_key)
@@ -219,7 +221,7 @@ class ShardRun:
                 self.drop("empty", place)
 
     def drop(self, reason: str, what: Document | str) -> None:
-        """Drop and count an entry. The first entries of each reason are kept as samples."""
+        """Drop and count an entry. The manifest gets the first SAMPLES entries of each reason."""
         entry = self.dropped.setdefault(reason, {"count": 0, "samples": []})
         entry["count"] += 1
         if len(entry["samples"]) < SAMPLES:
@@ -228,19 +230,20 @@ class ShardRun:
     def write(self, document: Document, name: str = "") -> None:
         """Write and count a document.
 
-        name: the name of the output (default: the shard's name).
+        name: the name of the output (default: the input's name).
         """
         self.left += 1
-        self.file(name or f"{self.shard.name}.jsonl").write(json_line(document))
+        self.file(name or f"{self.source.name}.jsonl").write(json_line(document))
 
     def file(self, name: str) -> HashingWriter:
-        """Open an output. It appears under `name` in the folder when the shard is complete."""
+        """Open an output. It appears under `name` in the folder when the input is complete."""
         if name not in self._files:
             self._files[name] = HashingWriter(self._open.enter_context(atomic_file(self.output / name)))
         return self._files[name]
 
-    def run(self, work: Callable[["ShardRun"], None]) -> Manifest:
-        """Do the work, then rename all outputs. After a failure, no output appears. Return the rest of the manifest."""
+    def run(self, work: Callable[["StepRun"], None]) -> Manifest:
+        """Call `work`, then rename all outputs. After a failure, no output appears. Return the counts and output hashes
+        for the manifest."""
         with self._open:
             work(self)
             assert self.entered == self.left + sum(entry["count"] for entry in self.dropped.values()), (
@@ -250,16 +253,16 @@ class ShardRun:
         return {"entered": self.entered, "left": self.left, "dropped": self.dropped, "outputs": outputs}
 
 
-def run_shard(stage: WebtextStage, shard: Shard, output: Path, limit: int | None = None) -> Manifest:
-    """Return the manifest of the shard. If its outputs do not exist, make them first. A failure leaves no files."""
-    expected = {**stage.manifest(limit), "input": shard.metadata()}
-    write = functools.partial(ShardRun(stage.args, shard, output, limit).run, stage.work)
+def process_input(step: WebtextStep, source: StepInput, output: Path, limit: int | None = None) -> Manifest:
+    """Return the manifest of the input. If its outputs do not exist, make them first. A failure leaves no files."""
+    expected = {**step.manifest(limit), "input": source.metadata()}
+    write = functools.partial(StepRun(step.args, source, output, limit).run, step.work)
     with disk_full_errors(output):
-        return make_shard(output / MANIFESTS / f"{shard.name}.json", output, expected, write)
+        return make_shard(output / MANIFESTS / f"{source.name}.json", output, expected, write)
 
 
 def atomic_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Open a temporary file that is renamed to `path` if the block ends without an error. The file of a killed run is
-    overwritten."""
+    """Open a temporary file that is renamed to `path` if the block ends without an error. A temporary file that a
+    killed run has left is overwritten."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return atomic_write(path, path.with_name(f".{path.name}.tmp"))
