@@ -17,10 +17,9 @@ files are in memory if possible, so that the disk is not measured:
 Ratios on one core use CPU seconds, which depend less on other processes. The ratio of two workers to one uses elapsed
 time. The corpus is the text files of every installed package, cut into documents of the length of a web page.
 
-Section `loading` times the reading of samples on one thread, from files in memory. nanoGPT's loader is written again
-here: for every batch a new memory map, and for each input and label a slice, a cast and a tensor, stacked. Ours is the
-loader of a training run without its thread, up to the tensor. Both alternate.
-"""
+Section `loading` times the reading of samples on one thread, from files in memory. This file repeats nanoGPT's loader:
+it makes a new memory map for every batch, and slices, casts and stacks each input and label. Our loader is the loader
+of a training run without its thread, up to the tensor. The two loaders alternate."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def run_arm_in_process(arm: str, path: Path) -> tuple[float, float]:
     """Call `run_arm` in a new process that is bound to its cores."""
     cores = sorted(os.sched_getaffinity(0))[: 2 if arm == "two" else 1]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        # Workers import the main module again, so it needs the guard.
+        # Workers import the main module again, so the module needs an `if` around its calls.
         program = Path(scratch) / "arm.py"
         program.write_text(
             "import os\nfrom benchmarks.data import run_arm\nif __name__ == '__main__':\n"

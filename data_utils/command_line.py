@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TextIO
 
 Log = Callable[[str], None]
 ROOT = Path(__file__).resolve().parents[1]
-# The names of `gpt2`'s subcommands that differ from the file's name in tools/ or scripts/.
+# the subcommands of `gpt2` whose names differ from those of their files in tools/ or scripts/
 COMMANDS = {
     "evaluate_gpt2": "evaluate",
     "pretrain_gpt2": "pretrain",
@@ -47,7 +47,7 @@ def how_to_call(program: str) -> str:
 def missing_package(needed_by: str, package: str | None, extra: str = "") -> ValueError:
     """Return an error that says how to install a package.
 
-    extra: this project's extra that has it, such as "data".
+    extra: the extra of this project that installs `package`, such as "data".
     """
     words = [f"gpt2-model-parallel[{extra}]" if extra else str(package)]
     if extra and (ROOT / "pyproject.toml").exists():
@@ -83,7 +83,7 @@ def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
 
 
 class NoProgressBar:
-    """A replacement of tqdm's bar. It has the methods that this project uses, and draws nothing."""
+    """A replacement of tqdm's bar that draws nothing. It has the methods that this project uses."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self._iterable = iterable or ()
@@ -181,7 +181,7 @@ def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
             code = main()
             sys.stdout.flush()  # Here the program can still catch the error of a broken pipe.
         except BrokenPipeError:
-            # The interpreter flushes this file when it ends.
+            # The interpreter flushes standard output when it ends, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 141
         except (ValueError, OSError) as error:

@@ -1,9 +1,11 @@
-"""Datasets of samples with `seq_length + 1` tokens, which hold inputs and labels: a text, a blend, Megatron's order.
+"""Datasets of samples with `seq_length + 1` tokens, from which inputs and labels are cut: a text, a blend, and
+Megatron's order.
 
-A blend has blocks of `BLEND_BLOCK` samples. In every block, each component has the same number of samples: its weight's
-share, rounded by largest remainder. A Feistel permutation chosen by the seed decides their positions, which are the
-same in every block. A sample number leads to its sample in O(1). Each component is read in the same order as without a
-blend, with a new permutation in each of its epochs.
+A blend mixes several texts, its components, in blocks of `BLEND_BLOCK` samples. Each block has the same number of
+samples of a component: the share of the component's weight, rounded by largest remainder. The positions of these
+samples are the same in every block. They are decided by a Feistel permutation, which depends on the seed. Any sample is
+found in O(1). Each component is read in the same order as without a blend, with a new permutation in each of its
+epochs.
 
 Megatron's order (`megatron.core.datasets.gpt_dataset.GPTDataset`) allows comparisons with Megatron. The documents of
 all epochs are shuffled together and concatenated. A sample begins every seq_length tokens, and the samples are shuffled
@@ -36,11 +38,11 @@ class GPT2Dataset:
     """Windows over `tokens[start:stop]`, one every `seq_length` tokens. Consecutive windows share one token.
 
     For training, an incomplete last window is dropped, and a range shorter than one window is repeated to fill it. For
-    evaluation, the last window is padded with MISSING, and the first window begins one token before `start` if
-    possible, so that every token of the split is the label of exactly one window.
+    evaluation, the last window is padded with MISSING. If possible, the first window begins one token before `start`,
+    so that every token of the split is the label of exactly one window.
 
-    source: the file's name in errors.
-    changed_file: returns the name of a file that was changed, as `TokenFile.changed_file`.
+    source: the name of the token file in error messages.
+    changed_file: a function that returns the name of a file that was changed, or "", as `TokenFile.changed_file`.
     """
 
     def __init__(
@@ -63,12 +65,12 @@ class GPT2Dataset:
         assert len(readable) > 1, "a split of fewer than two tokens has no labels"
         if training and len(readable) <= seq_length:
             readable = np.resize(readable, seq_length + 1)
-        # A view with a row for each window. Indexing it with an array copies the rows without a Python loop.
+        # `_windows` is a view with a row for each window. Indexing the view with an array copies rows without a loop.
         num_windows, step = (len(readable) - 1) // seq_length, readable.strides[0]
         self._windows = np.lib.stride_tricks.as_strided(
             readable, (num_windows, seq_length + 1), (seq_length * step, step), writeable=False
         )
-        self._rest = readable[num_windows * seq_length :]  # The rest is one token, or the incomplete last window.
+        self._rest = readable[num_windows * seq_length :]  # one token, or the incomplete last window
         self._len = num_windows + (not training and len(self._rest) > 1)
 
     def __len__(self) -> int:
@@ -105,7 +107,7 @@ class GPT2Dataset:
         """Convert integer `rows` to int64. Raises DamagedData, which names the file, if an id is outside the
         vocabulary."""
         size = self.tokenizer.vocab_size
-        # A negative id is large as an unsigned integer, so one pass finds both errors.
+        # As an unsigned integer, a negative id is large, so one maximum finds negative ids and too large ids.
         if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= size:
             wrong = rows[(rows < 0) | (rows >= size)][0]
             raise DamagedData(
@@ -158,7 +160,7 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
 
 
 class BlendedDataset:
-    """Mixes several datasets in an order that `seed` chooses. A loader reads it in sequential order.
+    """Mixes several datasets in an order that depends on `seed`. A loader reads the blend in sequential order.
 
     A training blend has no end. For evaluation no component is shuffled, and the blend ends before a component would
     repeat.
@@ -196,7 +198,7 @@ class BlendedDataset:
         """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
         blocks, places = np.divmod(numbers, BLEND_BLOCK)
         which = self._component[places]
-        # Each component counts its own samples.
+        # the number of each sample within its component
         own_numbers = blocks * self._counts[which] + self._before[places]
         rows = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
         for number, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):
@@ -216,13 +218,13 @@ def megatron_split_borders(documents: int, shares: Sequence[Fraction]) -> list[i
 
 
 class MegatronOrderDataset:
-    """The samples of a training split in Megatron's order. A loader reads it in sequential order.
+    """The samples of a training split in Megatron's order. A loader reads the dataset in sequential order.
 
     dataset: the training split.
     document_starts: int64 [documents + 1], the index in `dataset.tokens` at which each document begins, and then the
         number of tokens.
-    num_samples: the samples of the whole run. A loader that reads ahead beyond the end of the run gets the first
-        samples again.
+    num_samples: the number of samples of the whole run. A loader that reads ahead beyond the end of the run gets the
+        first samples again.
     """
 
     def __init__(self, dataset: GPT2Dataset, document_starts: np.ndarray, *, seed: int, num_samples: int) -> None:

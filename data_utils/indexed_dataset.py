@@ -14,11 +14,11 @@ sequences. For S sequences and D - 1 documents, `.idx` is, in little-endian:
         i8[S]    modes, optional; not read
 
 nanoGPT's `.bin` holds only uint16 tokens. llm.c's has a header of 256 int32 (magic 20240520, version 1, number of
-tokens) and uint16 tokens. In both, a document ends with the end-of-document id.
+tokens) and uint16 tokens. In both formats, a document ends with the end-of-document id.
 
 The manifest `PREFIX.json` describes how a pair was made. It has `inputs` (each file's name, bytes, lines and hashes),
 `tokenizer`, counts, and the sha256 of consecutive chunks of `.bin` and `.idx`. Chunks allow several workers to hash a
-large `.bin`, and show where a file is damaged. The last entry is the sha256 of everything before it.
+large `.bin`, and show where a file is damaged. The last entry of the manifest is the sha256 of all bytes before it.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ class IndexedDatasetBuilder:
     def add_file(self, file: "TokenFile", chunks: Sequence[ChunkHash] = ()) -> None:
         """Append all documents of `file`, which has the same dtype.
 
-        chunks: the hashes of its tokens, if they are known; otherwise they are hashed.
+        chunks: the hashes of the file's tokens. If they are not given, the tokens are hashed.
         """
         assert self._open_length == 0 and file.dtype == self._dtype
         self._end_chunk()
@@ -226,12 +226,13 @@ class TokenFile:
 
     def changed_file(self) -> str:
         """Return the name of a file that was changed in place after it was opened, or "". A file that was removed or
-        replaced by a rename does not count: the memory map keeps the old one."""
+        replaced by a rename does not count, because the memory map keeps the old file."""
         states = self._file_states().items()
         return next((key[0] for key, state in states if self._states.get(key, state) != state), "")
 
     def manifest(self) -> dict[str, Any] | None:
-        """Read the manifest of a pair; None if it does not exist. Raises ValueError if the manifest is damaged."""
+        """Read the manifest of a pair. Return None if the manifest does not exist, or for a file of nanoGPT or llm.c.
+        Raises ValueError if the manifest is damaged."""
         return read_manifest(self.prefix) if self.kind == "indexed" else None
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
@@ -331,7 +332,9 @@ class RawTokenFile(TokenFile):
 def open_token_file(path: str | Path, eod: int) -> TokenFile:
     """Open a token file: a pair, given by its prefix or one of its files, or a `.bin` of nanoGPT or llm.c.
 
-    eod: the end-of-document id, for a `.bin` without `.idx`. Raises FileNotFoundError or ValueError.
+    eod: the end-of-document id, for a `.bin` without `.idx`.
+
+    Raises FileNotFoundError if a file is missing, and ValueError if a file is damaged.
     """
     prefix = str(path).removesuffix(".bin").removesuffix(".idx")
     if str(path) != prefix and not Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").is_file():
@@ -342,7 +345,7 @@ def open_token_file(path: str | Path, eod: int) -> TokenFile:
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """Read the manifest of a pair; None if it does not exist. Raises ValueError if the manifest is damaged."""
+    """Read the manifest of a pair. Return None if the manifest does not exist. Raises ValueError if it is damaged."""
     path = Path(f"{prefix}.json")
     manifest = read_checksummed_json(path)
     if manifest is None:

@@ -1,7 +1,7 @@
 """The order of samples, the batch size of each step, and data loaders.
 
-The order depends only on the seed, the epoch and the global sample number. A step takes n micro-batches from each of
-`data_parallel_size` ranks. Micro-batch k of rank r holds the global samples
+The order depends only on the seed, the epoch and the global sample number. In a step, each of `data_parallel_size`
+ranks takes n micro-batches. Micro-batch k of rank r holds the global samples
 
     consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size)    the ranks take turns
     consumed + (r · n + k) · micro_batch_size + [0, micro_batch_size)                     `contiguous`
@@ -22,10 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-MISSING = -1  # This id pads a window after the split's last token. The loss ignores it as a label.
+MISSING = -1  # the id that pads a window after the split's last token; the loss ignores this id as a label
 ROUNDS = 6
-# The loader permutes this number of samples in one call, because the time of numpy's call hardly depends on their
-# number.
+# number of samples that the loader permutes in one call; a call for fewer samples takes nearly the same time
 PERMUTED_AT_ONCE = 1024
 END_OF_RUN = 1 << 62  # samples, more than any run consumes
 
@@ -74,10 +73,9 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     indices: int64 [k], in range(size).
     key: uint64 [k], one for each index, or [1], one for all indices.
 
-    Return int64 [k]. A Feistel network permutes the next power of two; a result outside range(size) is permuted again
-    until it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes
-    are usual.
-    """
+    The result is int64 [k]. A Feistel network permutes the next power of two; a result outside range(size) is permuted
+    again until it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two
+    passes are usual."""
     bits = max(4, (size - 1).bit_length())
     low_bits = bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
@@ -187,7 +185,9 @@ def micro_batch_starts(
     size: int, micro_batch_size: int, rank: int, ranks: int, *, contiguous: bool = False
 ) -> np.ndarray:
     """Return the first sample of each micro-batch of a data-parallel rank, int64 [n], within a step of `size` samples.
-    contiguous: the micro-batches of a rank are contiguous; otherwise the ranks take turns."""
+
+    contiguous: the micro-batches of a rank are contiguous; otherwise the ranks take turns.
+    """
     if contiguous:
         return np.arange(size // ranks * rank, size // ranks * (rank + 1), micro_batch_size)
     return np.arange(micro_batch_size * rank, size, micro_batch_size * ranks)

@@ -1,7 +1,8 @@
-"""Work that is divided into shards: each is made in one process, completely or not at all, and never twice.
+"""Divide work into shards. A process makes a shard completely or not at all, and no shard is made twice.
 
-A shard has output files and a manifest, which is written last. The manifest holds the input of the shard, everything
-that decides its outputs, and their hashes. The same work can be started again after a kill, a crash or a full disk.
+A shard has output files and a manifest, which is written last. The manifest describes the shard's input and all
+parameters that affect its outputs, and contains the hashes of the outputs. After a kill, a crash or a full disk, the
+same command continues.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ Result = TypeVar("Result")
 
 
 def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Callable[[], Manifest]) -> Manifest:
-    """Return the manifest of a shard, after making the shard unless it is complete.
+    """Return the manifest of a shard. Make the shard first if it is not complete.
 
     path: the path of the manifest.
-    expected: the entries that the manifest of this input and these parameters has.
-    write: a function that writes the outputs into `folder` and returns the manifest's remaining entries; "outputs" has
-        the chunk hashes of each file.
+    expected: the entries of the manifest that describe the input and the parameters.
+    write: a function that writes the outputs into `folder` and returns the other entries of the manifest. Its entry
+        "outputs" has the chunk hashes of each file.
     """
     expected = json.loads(json.dumps(expected))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -37,9 +38,9 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
         damaged = any(find_damaged_chunks(folder / name, parts) for name, parts in outputs.items())
         if expected.items() <= found.items() and not damaged:
             return found
-        # Remove files of other input or parameters, because the new files may have other names.
+        # Remove the files that other input or parameters gave, because the new files may have other names.
         for name in outputs:
-            if folder.resolve() in (folder / name).resolve().parents:  # A folder from someone else may name any file.
+            if folder.resolve() in (folder / name).resolve().parents:  # A manifest from someone else may name any file.
                 (folder / name).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
 
 @contextlib.contextmanager
 def disk_full_errors(output: object) -> Iterator[None]:
-    """Add to the error of a full disk how to continue."""
+    """Let the error of a full disk in the block say how to continue."""
     try:
         yield
     except OSError as error:
@@ -83,14 +84,14 @@ def map_in_processes(
     finished: Callable[..., object],
     start: str | None = None,
 ) -> list[Result]:
-    """Return `work(*item)` for every item, in order, with at most `workers` processes, or in this process if one is
-    enough.
+    """Return `work(*item)` for every item, in order, with at most `workers` processes. With one worker or one item,
+    this process does the work.
 
-    finished: is called as `finished(*item)` after each item.
-    start: the start method of `multiprocessing`. After an error, no further item is started, and the error is raised
-        when the running items have ended.
+    finished: a function that is called as `finished(*item)` after each item.
+    start: the start method of `multiprocessing`.
 
-    Raises OSError if a worker dies.
+    After an error, no further item is started, and the error is raised when the running items have ended. Raises
+    OSError if a worker dies.
     """
     workers = min(workers, len(items))
     if workers < 2:

@@ -29,8 +29,8 @@ from data_utils.token_cache import tokenise
 from data_utils.tokenizers.base import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
-MIN_TOKENS = 2  # A split needs an input and its label.
-# A prepared file may have terabytes, so only its first tokens are checked, and only its ends are hashed.
+MIN_TOKENS = 2  # A split needs at least an input token and the next token, its label.
+# A .bin file may have terabytes, so only its first tokens are checked, and only its first and last bytes are hashed.
 CHECKED_TOKENS = 1 << 24
 HASHED_BYTES = 1 << 20
 
@@ -79,7 +79,7 @@ class _TokenSource:
     key: str
 
 
-_TokenRange = tuple[_TokenSource, int, int]  # a file, its first token, and the end
+_TokenRange = tuple[_TokenSource, int, int]  # a file, the first token, and one past the last token
 
 
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
@@ -101,12 +101,13 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
 def split_borders(document_starts: np.ndarray, shares: Sequence[Fraction], closed: bool) -> list[int]:
     """Divide tokens in proportion to `shares`. Return len(shares) + 1 borders, in tokens, from 0 to the end.
 
-    document_starts: int64 [documents + 1]. By default, borders are between documents, as close to the shares as
-        possible, and each part with a share gets at least one document. Borders are by position instead if there are
-        fewer documents than parts, or if a part would differ from its share by more than 10 % of the share and more
-        than 1 % of all tokens. But they stay between documents if a part by position would have fewer than MIN_TOKENS
-        tokens.
-    closed: the last token is an EOD, which is not counted for borders by position.
+    Normally borders are between documents, as close to the shares as possible, and each part with a share gets at least
+    one document. Borders are by position instead if there are fewer documents than parts, or if a part would differ
+    from its share by more than 10 % of the share and more than 1 % of all tokens. Borders stay between documents if a
+    part by position would have fewer than MIN_TOKENS tokens.
+
+    document_starts: int64 [documents + 1].
+    closed: whether the last token is an EOD. It is not counted for borders by position.
     """
     total, count = int(document_starts[-1]), len(document_starts) - 1
     ends = list(itertools.accumulate(shares))[:-1]
@@ -272,8 +273,8 @@ def build_splits(
 
 
 def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _TokenSource:
-    """Open prepared tokens. Their key is a hash of the index, the size, and both ends of the tokens. Raises ValueError
-    if a different tokenizer made them."""
+    """Open a token file. Its key is a hash of the index, the size, and the first and last tokens. Raises ValueError if
+    a different tokenizer made the file."""
     try:
         dataset = open_token_file(path, tokenizer.eod)
         dataset.check_tokenizer(tokenizer)
@@ -301,8 +302,9 @@ def unigram_bits_per_byte(
     """Return the cross-entropy of the validation tokens under the frequencies of the training tokens, in bits per byte.
 
     train_tokens, valid_tokens: integers [tokens].
-    byte_lengths: int64 [vocab_size], the bytes of each id's text. Each count is increased by 1, so that no id has
-        probability 0.
+    byte_lengths: int64 [vocab_size], the bytes of each id's text.
+
+    Each count of a training token is increased by 1, so that no id has probability 0.
     """
     counts = np.bincount(train_tokens, minlength=vocab_size).astype(np.float64) + 1.0
     found = np.bincount(valid_tokens, minlength=vocab_size)

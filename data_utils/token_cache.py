@@ -6,7 +6,7 @@
     <folder>/locks/<name>        locked while a list is hashed and tokenised
 
 A complete pair is fsynced and renamed, and its hashes are written last. A text file or token file is hashed again only
-if its path, size or mtime is new. Processes that need the same list wait for its lock, and use no collectives.
+if its path, size or mtime is new. Processes that need the same list of files wait for the lock of this list.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def tokenise(
     log: Log,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> tuple[IndexedDataset, str]:
-    """Return the tokens of the documents of `paths` in order, each with an EOD at its end, and their key.
+    """Return the tokens of the documents of `paths`, in order and each with an EOD at its end, and the key of the pair.
 
     The first process tokenises them into the cache, and all others read the cache. Errors name a file or
     --data-cache-path.
@@ -73,7 +73,7 @@ def tokenise(
             for path, (_, field) in zip(paths, contents, strict=True)
         ]
         entries = json.dumps([fields, [sha256 for sha256, _ in contents]])
-        # The key is empty for the default, so that keys of existing caches and checkpoints stay valid.
+        # `lenient` is empty for the default, so that the keys of existing caches and checkpoints stay valid.
         lenient = str(max_bad_fraction) if max_bad_fraction > MAX_BAD_FRACTION else ""
         return fingerprint_of(str(TOKEN_CACHE_VERSION), entries, lenient, tokenizer.fingerprint)[:32]
 
@@ -133,7 +133,7 @@ def _write_tokens(
     max_bad_fraction: float,
 ) -> None:
     started, size = time.monotonic(), 0
-    # The bar counts characters, but its total is in bytes, which is a little more.
+    # The bar counts characters, but its total is in bytes, which is a slightly larger number.
     total = 0 if BUILTIN in paths else sum(map(os.path.getsize, paths))
     with progress_bar(visible=total > 0, total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
         for text in itertools.chain.from_iterable(

@@ -28,7 +28,7 @@ from ranks import run, say
 
 
 def show(file: str) -> object:
-    """The text of an example, highlighted if IPython is available."""
+    """Return the source of an example, highlighted if IPython is available."""
     try:
         from IPython.display import Code
     except ImportError:

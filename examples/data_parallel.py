@@ -9,7 +9,7 @@ BATCH, STEPS = 8, 5
 
 
 def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float], nn.Module]:
-    """The losses of some steps on these samples, and the trained model."""
+    """Train a model on these samples. Return the loss of each step, and the model."""
     torch.manual_seed(1)  # every rank starts with the same weights
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

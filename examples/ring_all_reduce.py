@@ -1,5 +1,5 @@
-"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all ranks have the same
-work."""
+"""Implement an all-reduce with sends and receives. Each rank sends only to its right neighbour, so all ranks have the
+same work."""
 
 import torch
 import torch.distributed as dist

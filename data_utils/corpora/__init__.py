@@ -41,7 +41,7 @@ BOM = b"\xef\xbb\xbf"
 DEFAULT_KEYS = ("text", "sentence")
 MAX_BAD_FRACTION = 0.001
 MAX_LOGGED_BAD_LINES = 5
-MAX_LEADING_BAD_LINES = 1000  # A file or shard that begins with this number of bad lines is refused.
+MAX_LEADING_BAD_LINES = 1000  # A file that begins with this number of bad lines is refused.
 
 SHIPPED_CORPORA = Path("data", "corpora.json")
 CORPORA_VARIABLE = "MEGATRON_CORPORA"
@@ -54,11 +54,12 @@ Corpus = tuple[tuple[str, ...], str | None]  # the files, and the key of the tex
 
 def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tuple[list[tuple[str, ...]], str | None]:
     """Replace names of corpora by their files. Return the files of each flag, in order, and the text key: `text_key`
-    if it is given, otherwise that of the corpora.
+    if it is given, otherwise the key of the corpora.
 
-    flags: the words of each flag. A word with "/" or "." is a path and never a name. Raises FileNotFoundError, which
-    shows the entry to write, if a corpus or its file is missing, and ValueError if two corpora have different text
-    keys.
+    flags: the words of each flag. A word with "/" or "." is a path and never a name.
+
+    Raises FileNotFoundError, which shows the entry to write, if a corpus or its file is missing. Raises ValueError if
+    two corpora have different text keys.
     """
     listed = _corpora_file()
     corpora = read_corpora(listed) if listed.is_file() or CORPORA_VARIABLE in os.environ else {}
@@ -96,8 +97,8 @@ def _corpora_file() -> Path:
 
 
 def read_corpora(path: Path) -> dict[str, Corpus]:
-    """Read the corpora in the file `path`, by name. Raises ValueError or FileNotFoundError if it is missing or
-    wrong."""
+    """Read the corpora in the file `path`, by name. Raises FileNotFoundError or ValueError if the file is
+    missing or malformed."""
     check_exists(str(path), f"${CORPORA_VARIABLE}")
     corpora: dict[str, Any] = {}
     for name, entry in read_json_object(path, MAX_CONFIG_BYTES).items():
@@ -195,7 +196,7 @@ def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
         ):
             yield cast(BinaryIO, file)
     except (OSError, EOFError, zlib.error) as error:
-        # The operating system failed to read the file; the content is not damaged.
+        # With an error number, the operating system failed to read the file, and the content is not damaged.
         if isinstance(error, OSError) and error.errno:
             raise
         raise ValueError(f"{path} is damaged: {error}") from None
@@ -260,7 +261,8 @@ def read_documents(
 
 
 def check_bad_lines(bad: int, lines: int, max_bad_fraction: float, first_bad: str, advice: str) -> None:
-    """Raise ValueError if more than `max_bad_fraction` of `lines` are unusable. `first_bad` describes the first one."""
+    """Raise ValueError if more than `max_bad_fraction` of `lines` are unusable. `first_bad` describes the first such
+    line."""
     if bad > max_bad_fraction * lines:
         raise ValueError(
             f"{first_bad}; {bad:,} of {lines:,} lines are unusable, more than --max-bad-fraction "
@@ -269,8 +271,8 @@ def check_bad_lines(bad: int, lines: int, max_bad_fraction: float, first_bad: st
 
 
 def read_plain_text(file: Iterable[bytes], key: str) -> Iterator[tuple[int, Any]]:
-    """Yield each line that is not UTF-8, as bytes, then the rest of the text as one object with the field `key`; both
-    with the number of their (last) line."""
+    """Yield (line number, line) for each line that is not UTF-8, as bytes. Then yield (number of the last line, {key:
+    text}) with the text of all other lines."""
     parts, number = list[str](), 0
     for number, line in enumerate(file, 1):
         try:
@@ -281,8 +283,8 @@ def read_plain_text(file: Iterable[bytes], key: str) -> Iterator[tuple[int, Any]
 
 
 def default_key(path: str) -> str | None:
-    """Return the field that `read_documents` reads by default: one of DEFAULT_KEYS, in the first object that has one.
-    None if the file is not JSON, or if `read_documents` would refuse it."""
+    """Return the field that `read_documents` reads by default: the first of DEFAULT_KEYS in the first object that has
+    one. Return None if the file is not JSON, or if `read_documents` would refuse the file."""
     if not is_json(path):
         return None
     with open_bytes(path) as file:

@@ -3,7 +3,7 @@
 It is the prose in the docstrings of Python's standard library, of torch and of the packages that torch needs, and the
 language topics of `pydoc_data`. A regular expression finds the docstrings in the sources; no module is imported. A
 paragraph that shares RUN words in a row with an earlier one is left out, so no split contains text of another split.
-The text differs a little between versions of Python and torch. Results name the hash of the corpus.
+The text differs a little between versions of Python and torch, so results name the hash of the corpus.
 """
 
 import ast
@@ -23,8 +23,8 @@ RUN = 13  # number of words, as in the decontamination of GPT-3 (arXiv:2005.1416
 LEAST_WORDS = 12
 PLAIN_SHARE = 0.85  # A paragraph is prose if this share of its words consists of letters and plain punctuation.
 
-# The pattern matches every string and comment of a source, so that none begins inside another one. It keeps long
-# strings with which a line begins: docstrings, and texts for users.
+# The pattern matches every string and comment of a source, so that no match begins inside a string or a comment. The
+# named groups are long strings at the beginning of a line: docstrings, and texts for users.
 TEXTS = re.compile(r'''(?xms)
     (?: \#[^\n]* | ^[ \t]*[rRuU]?(?: """(?P<double>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""
                         | \'\'\'(?P<single>[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*)\'\'\' )
@@ -56,8 +56,8 @@ PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”�
 def builtin_documents() -> tuple[str, ...]:
     """Return the documents: one per module and one per topic, with a paragraph on each line.
 
-    The order depends on the hashes of the names, which mixes related modules: any part of the corpus is a fair sample
-    of it. Raises ValueError if the source of the standard library is missing.
+    The documents are in the order of the hashes of their names. This order mixes related modules, so that any part of
+    the corpus is a fair sample of the corpus. Raises ValueError if the source of the standard library is missing.
     """
     found = dict(_sources())
     if not found:
@@ -84,7 +84,7 @@ def builtin_versions() -> list[str]:
 
 
 def _is_new(paragraph: str, seen: set[int]) -> bool:
-    """Return True if no run of RUN words is in `seen`. In this case the paragraph's runs are added to it."""
+    """Return True if no run of RUN words of `paragraph` is in `seen`. If so, add all its runs to `seen`."""
     words = paragraph.split(" ")
     runs = {hash(" ".join(words[first : first + RUN])) for first in range(max(1, len(words) - RUN + 1))}
     if runs & seen:
@@ -94,7 +94,7 @@ def _is_new(paragraph: str, seen: set[int]) -> bool:
 
 
 def _sources() -> Iterator[tuple[str, list[str]]]:
-    """Yield (module, its docstrings), and for Python's help topics (topic, [text])."""
+    """Yield (file name, docstrings) of each module, and (name, [text]) of each of Python's help topics."""
     library = Path(sysconfig.get_path("stdlib"))
     specs = map(importlib.util.find_spec, PACKAGES)
     installed = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
@@ -108,7 +108,7 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
             except (OSError, ValueError):
                 continue
             if relative.as_posix() == "pydoc_data/topics.py":
-                # Return the values of the file's only dictionary of literals.
+                # The file has one dictionary: the names of the help topics and their texts.
                 for topics in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)):
                     yield from ((f"topic {name}", [str(text)]) for name, text in ast.literal_eval(topics).items())
             else:

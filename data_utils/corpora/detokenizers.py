@@ -1,4 +1,4 @@
-"""Word-level benchmark texts back to ordinary text, by Megatron's rules.
+"""Convert word-level benchmark texts back to ordinary text, by Megatron's rules.
 
 Published scores were made with these rules. The rules are kept unchanged, including their errors (PTB's " N " loses its
 space).

@@ -1,8 +1,8 @@
 """Atomic writes, locks, checksummed JSON, hashes of files, and threads that read or write several files.
 
-After a crash of the process or the machine, a file is the old one or the new one, never a mixture. The system frees the
-lock of a process that dies. A checksummed JSON object ends with the sha256 of the bytes before it. Checksummed JSON has
-two layouts on disk. In the manifests of token files and their shards, the JSON is indented, and the hash covers
+After a crash of the process or the machine, a file has its old or its new content, never a mixture. The system frees
+the lock of a process that dies. A checksummed JSON object ends with the sha256 of the bytes before it. Checksummed JSON
+has two layouts on disk. In the manifests of token files and their shards, the JSON is indented, and the hash covers
 everything before the comma of its entry. In a checkpoint's manifest, each entry is a line, and the hash covers
 everything before its value.
 
@@ -48,7 +48,7 @@ TOKEN_CACHE_VERSION = 1
 STEP_MANIFEST_VERSION = 2
 
 CHECKSUM_ENTRY = ',\n "sha256": "'
-END = b'"}\n'  # the end of a manifest that has one line per entry
+END = b'"}\n'  # the last bytes of a manifest that has one line per entry
 MAX_CONFIG_BYTES = 2 << 20  # A run's config.json has at most this size. It usually takes some KB.
 # A manifest has at most this size. It takes about 100 bytes for each GB of tokens and each input file.
 MAX_MANIFEST_BYTES = 1 << 30
@@ -80,8 +80,8 @@ def fsync_path(path: str | Path) -> None:
 
 
 def add_path(error: BaseException, path: str | Path) -> None:
-    """Let an OSError name the file `path` if it names none, as those of writing, fsync and locks. Let one of a full
-    disk say what is missing."""
+    """Let an OSError name the file `path` if it names no file, as after a failed write, fsync or lock. Let the error of
+    a full disk say how much space is free."""
     if isinstance(error, OSError) and error.errno:
         error.filename = error.filename or str(path)
         if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):  # The message is added only once.
@@ -89,7 +89,7 @@ def add_path(error: BaseException, path: str | Path) -> None:
 
 
 def free_space(path: str | Path) -> str:
-    """Return the free bytes on the disk of the file `path`."""
+    """Describe the free space on the disk of the file `path`."""
     disk = os.statvfs(next(folder for folder in Path(path).absolute().parents if folder.exists()))
     if disk.f_files and not disk.f_favail:
         return "no inodes are free there: remove files, however small"
@@ -110,7 +110,7 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
     new = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         new.unlink(missing_ok=True)
-        with new.open("xb") as file:  # Mode "x" never writes through a link.
+        with new.open("xb") as file:  # Mode "x" refuses a path that exists, also a symbolic link.
             yield file
             flush_to_disk(file)
         os.replace(new, path)
@@ -122,8 +122,8 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` with its parents, and put their names on the disk. A parent that cannot be read, because it belongs
-    to someone else, is left out."""
+    """Make `folder` and its parents, and fsync each parent, so that the new folders survive a crash. A parent that
+    cannot be read, because it belongs to someone else, is skipped."""
     folder.mkdir(parents=True, exist_ok=True)
     for parent in folder.resolve().parents:
         with contextlib.suppress(OSError):
@@ -153,8 +153,8 @@ def append_line(path: str | Path, line: str) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Return the `opener` of a file that is not opened through a symbolic link: a folder that someone else has made
-    must not lead to other files of the user."""
+    """Open a file, as an `opener` for `open`, but not through a symbolic link. In a folder of someone else, a link
+    could lead to other files of this user."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -173,7 +173,7 @@ def try_lock(file: IO[Any]) -> bool:
 
 @contextlib.contextmanager
 def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Hold the lock file `path`. Calls `waiting` once if another process holds it, and waits.
+    """Hold the lock file `path` during the block. If another process holds the lock, call `waiting` once, and wait.
 
     The file is not removed afterwards, because two processes could then lock two different files of this name. Raises
     OSError if the file cannot be made.
@@ -384,8 +384,7 @@ def content_hash(path: str, start: int, stop: int) -> str:
 
 
 def find_damaged_chunks(path: str | Path, chunks: Sequence[ChunkHash]) -> list[str]:
-    """Compare a file with the hashes of its consecutive chunks. Return a line for each difference; reads every
-    byte."""
+    """Compare every byte of a file with the hashes of its consecutive chunks. Return a line for each difference."""
     found, start = [], 0
     size, expected = os.path.getsize(path), sum(chunk["bytes"] for chunk in chunks)
     if size != expected:

@@ -1,12 +1,11 @@
 """Read pickles without executing anything. This is the only unpickler of the project.
 
-Python's unpickler calls any function that a file names. A subclass with a restricted `find_class` is still unsafe: it
-allocates the sizes that a file claims, spends years on hashing nested keys, and crashes at a deeply nested tuple. The
-reader here builds only dictionaries, lists, tuples, strings, numbers, and `PickledObject` for the classes that its
-caller allows. It imports and calls nothing, and refuses every other name. The size of the file and a maximum number of
-instructions limit what the reader builds. It supports the instructions of protocols 2 to 5 that dictionaries of data
-need.
-"""
+A checkpoint from someone else may be hostile, and Python's unpickler calls any function that a file names. A subclass
+with a restricted `find_class` is still unsafe: it allocates the sizes that a file claims, spends years on hashing
+nested keys, and crashes at a deeply nested tuple. The reader here builds only dictionaries, lists, tuples, strings,
+numbers, and `PickledObject` for the classes that its caller allows. It imports and calls nothing, and refuses every
+other name. The size of the file and a maximum number of instructions limit what the reader builds. It supports the
+instructions of protocols 2 to 5 that dictionaries of data need."""
 
 import re
 import struct
@@ -25,8 +24,7 @@ NO_NAMES = re.compile("(?!)")
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """A placeholder for an object whose class the file names. It holds the arguments and state, and has no
-    behaviour."""
+    """A placeholder for an object whose class the file names. It has only the object's arguments and state."""
 
     name: str
     args: Any = ()
@@ -51,11 +49,11 @@ def read_pickle(
     """Read the pickle from byte `at` of `data`, at most to `end`. Return the object and the index of the next byte.
 
     names: a pattern of the allowed classes and functions, "module.name", which become `PickledObject`.
-    values: the objects for other allowed names.
-    call: returns the result of a call, given the name and the arguments.
-    persistent: returns the object for a persistent id.
+    values: other allowed names, and the object for each of them.
+    call: a function that returns the result of a call in the pickle, given the name and the arguments.
+    persistent: a function that returns the object for a persistent id.
 
-    Raises ValueError for anything else.
+    Raises ValueError for a damaged pickle, and for a name that is not allowed.
     """
     end = min(len(data) if end is None else end, at + MAX_BYTES)
     stack: list[Any] = []

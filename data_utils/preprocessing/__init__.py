@@ -3,8 +3,8 @@
 The input is cut into shards by its size (`inputs`), so that the result does not depend on the number of workers. The
 output of shard 7 is in PREFIX.shards:
 
-    00007_text.bin, .idx   its documents in order, a pair for each JSON key
-    00007.json             its manifest: the input, its unusable lines and the hashes of its files; written last
+    00007_text.bin, .idx   the documents in order, in a pair for each JSON key
+    00007.json             the manifest: the input, its unusable lines and the hashes of the files; written last
 
 Preprocessing can be restarted: a finished shard is not made again (`data_utils.shards`). At the end the shards are
 merged, and the pairs are renamed to their final names, each `.idx` last.
@@ -162,7 +162,7 @@ def _existing_manifests(job: PreprocessingJob, shards: Sequence[Shard]) -> dict[
 
 
 def _make_shards(job: PreprocessingJob, shards: Sequence[Shard]) -> list[Manifest]:
-    """Make all shards and return their manifests. Raises OSError if a worker dies."""
+    """Make all shards, and return the manifest of each. Raises OSError if a worker dies."""
 
     def size(shard: Shard) -> int:
         return sum(part.size for part in shard)
@@ -188,7 +188,7 @@ def _make_shard(job: PreprocessingJob, number: int, shard: Shard) -> Manifest:
 
 
 def _write_shard(job: PreprocessingJob, stem: str, shard: Shard) -> Manifest:
-    """Write the pairs. Return the manifest's counts, unusable lines and hashes."""
+    """Write the pairs of a shard. Return the counts, unusable lines and hashes for its manifest."""
     before = [os.stat(part.path).st_mtime_ns for part in shard]
     tokenizer = tokenizer_of(job)
     dtype, eod = token_dtype(tokenizer.vocab_size), tokenizer.eod if job.append_eod else None
@@ -231,7 +231,7 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard) -> Manifest:
 
 
 def _add_document(pair: IndexedDatasetBuilder, text: bytes, tokenizer: Tokenizer, eod: int | None) -> None:
-    """Append a document. A very long one is encoded in parts, because its ids need much memory."""
+    """Append a document. A very long document is encoded in parts, because its ids need much memory."""
     parts = [text] if len(text) <= PART_CHARACTERS else map(str.encode, split_text(text.decode()))
     for part in parts:
         pair.add(tokenizer.encode_utf8(part))
@@ -250,8 +250,8 @@ def _parse_texts(record: Record, keys: tuple[str, ...]) -> list[bytes]:
 
 @functools.lru_cache(1)
 def json_parser() -> Callable[[bytes], Any]:
-    """Return orjson's parser if it is installed, which is two to three times faster than json's, otherwise json's. The
-    caller must parse lines that it refuses with json."""
+    """Return orjson's parser if it is installed, which is two to three times faster than json's, otherwise json's. If
+    the parser refuses a line, the caller must parse the line with json."""
     try:
         import orjson
     except ImportError:
@@ -324,8 +324,9 @@ def _rename_pair(temporary: str, prefix: str) -> None:
 def merge_datasets(sources: Sequence[str], output_prefix: str, eod: int) -> Manifest:
     """Merge the documents of all `sources`, in order, into the pair at `output_prefix`. Return its manifest.
 
-    eod: the end-of-document id in files of nanoGPT and llm.c. Raises ValueError or FileNotFoundError if the sources
-    cannot be merged.
+    eod: the end-of-document id in files of nanoGPT and llm.c.
+
+    Raises ValueError or FileNotFoundError if the sources cannot be merged.
     """
     if os.path.exists(f"{output_prefix}.idx"):
         raise ValueError(f"--output-prefix {output_prefix}: the pair exists: remove it, or name another one")

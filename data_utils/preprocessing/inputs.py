@@ -1,7 +1,7 @@
 """The input of preprocessing: find the files, cut them into shards, and read their documents.
 
-The shards depend only on the files, not on the number of workers. A file holds lines of JSON, a JSON array, plain text,
-or the rows of a Parquet file.
+The shards depend only on the files, not on the number of workers. A file contains lines of JSON, a JSON array, plain
+text, or the rows of a table (Parquet).
 """
 
 import os
@@ -22,7 +22,7 @@ from data_utils.corpora import (
 )
 
 MIN_SHARD_BYTES = 1 << 23
-MAX_SHARDS = 1024  # This is an approximate number: `cut_into_shards` makes larger shards of a larger input.
+MAX_SHARDS = 1024  # approximately; `cut_into_shards` makes larger shards of a larger input
 
 Record = Any  # A record is the bytes of a line, or an object.
 
@@ -100,7 +100,7 @@ def _parts(file: FileRange, least: int) -> Iterator[FileRange]:
     with open(file.path, "rb") as content:
         while (start := stop) < file.stop:
             content.seek(min(start + least, file.stop) - 1)
-            content.readline()  # Read to the end of this line.
+            content.readline()
             stop = min(content.tell(), file.stop)
             yield FileRange(file.path, start, stop, file.kind)
 

@@ -37,8 +37,8 @@ def build_tokenizer(
     """Build the tokenizer of this `kind`, one of KINDS.
 
     vocab_file: the vocabulary of characters or of GPT2BPETokenizer.
-    merge_file: the merges of GPT2BPETokenizer, which searches both files in `cache_dir` and in the user's cache if they
-        are not given.
+    merge_file: the merges of GPT2BPETokenizer. If neither file is given, both are searched in `cache_dir` and in the
+        user's cache.
     model_file: the model of SentencePieceTokenizer.
 
     Raises ValueError or FileNotFoundError if a file or a package is missing or a file is damaged.

@@ -26,7 +26,7 @@ METADATA_FILE = "tokenizer_facts.json"
 OLD_METADATA_FILE = "tokenizer.json"
 CHARACTERS_FILE = "characters.json"
 MODEL_FILE = "sentencepiece.model"
-MAX_FILE_BYTES = 256 << 20  # A tokenizer's file has at most this size. Those of GPT-2 have 1 MB.
+MAX_FILE_BYTES = 256 << 20  # Larger files of a tokenizer are refused. GPT-2's files have 1 MB.
 NO_EOD = -1  # `Tokenizer.eod` of a tokenizer that has no end-of-document id
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
@@ -43,7 +43,7 @@ def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
     """
     start = 0
     while len(text) - start > 2 * limit:
-        # The end includes one more character, the one after the space.
+        # The end of the search includes one more character, the character after the space.
         space = SINGLE_SPACE.search(text, start + limit, start + 2 * limit + 1)
         cut = space.start() if space else start + 2 * limit
         yield text[start:cut]
@@ -129,9 +129,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharacterTokenizer(Tokenizer):
-    """Has an id for each character and no end-of-document id, like the meta.pkl of nanoGPT's data/*_char.
+    """A tokenizer with an id for each character and no end-of-document id, like nanoGPT's data/*_char/meta.pkl.
 
-    characters: the character of each id. Raises ValueError if one is not a character or occurs twice.
+    characters: the character of each id.
+
+    Raises ValueError if an entry is not one character, or occurs twice.
     """
 
     def __init__(self, characters: Sequence[str]) -> None:
@@ -148,13 +150,13 @@ class CharacterTokenizer(Tokenizer):
         super().__init__("characters", [utf8(c) for c in characters], NO_EOD, fingerprint, {CHARACTERS_FILE: content})
         self.characters = tuple(characters)
         codes = [ord(c) for c in characters]
-        # The index is the code point; the last entry is for all higher ones.
+        # The index is the code point; the last entry is for all higher code points.
         self._ids = np.full(max(codes) + 2, -1, dtype=np.int32)
         self._ids[codes] = np.arange(len(codes))
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
-        """Return the ids, int32 [characters of the text]. Raises ValueError, which names the character, if it has no
-        id."""
+        """Return the ids, int32 [characters of the text]. Raises ValueError, which names the character, for a character
+        without an id."""
         codes = np.frombuffer(data.decode().encode("utf-32-le"), dtype="<u4")
         ids: np.ndarray = self._ids[np.minimum(codes, len(self._ids) - 1)]
         if (ids < 0).any():
@@ -195,7 +197,8 @@ class SentencePieceTokenizer(Tokenizer):
             token_bytes = [self._bytes_of(index) for index in range(self._model.vocab_size())]
         except (RuntimeError, OSError, ValueError):
             raise ValueError(f"--tokenizer-model {name} is not a SentencePiece model") from None
-        # A U+2581 in the text would be decoded as a space, so it is encoded as three bytes, if the model has them.
+        # A U+2581 in the text would be decoded as a space, so it is encoded as three bytes, if the model has byte
+        # tokens.
         marks = [self._model.piece_to_id(piece) for piece in SPACE_IN_BYTES]
         self._mark = marks if all(map(self._model.is_byte, marks)) else None
         eod = self._model.eos_id()

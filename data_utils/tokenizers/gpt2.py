@@ -37,15 +37,15 @@ LONG_WHITESPACE = re.compile(rf"\s{{{2 * MAX_WHITESPACE_RUN}}}")
 # gigatoken's Unicode tables decide where text is split, so a new release must be compared with tiktoken first.
 GIGATOKEN_RELEASE = "0.10."
 # gigatoken 0.10 has the letters and digits of Unicode 17, tiktoken 0.14 those of Unicode 16. These patterns match the
-# first bytes of all 4,657 characters that differ, and of many more beyond U+FFFF. Only U+1F000 to U+1FFFF, mostly
-# emoji, are common there; they do not differ and are not matched.
+# first bytes of all 4,657 characters that differ, and of many more beyond U+FFFF. The patterns do not match U+1F000 to
+# U+1FFFF, mostly emoji, which do not differ: beyond U+FFFF only these characters are common.
 NEW_LETTER_BYTES = {
     b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
     b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
     b"\xf0": re.compile(rb"\xf0(?!\x9f)"),
 }
-# gigatoken caches every distinct word, about 100 bytes each, without a limit. The encoder is recreated after this
-# number of bytes.
+# gigatoken caches every distinct word, about 100 bytes each, without a limit. The encoder is recreated after it has
+# read this number of bytes of text.
 CACHE_LIMIT_BYTES = 1 << 29
 
 
@@ -129,8 +129,8 @@ class BytePairTokenizer(Tokenizer):
 
     @functools.cached_property
     def _faster(self) -> Gigatoken | None:
-        """Return gigatoken, or None if the package is missing, has a different release, or panics, which it does if a
-        token is not the result of merges. It is created for the first text, because many programs have none."""
+        """The encoder of gigatoken, or None if the package is missing, has a different release, or panics. It panics if
+        a token is not the result of merges. It is created for the first text, because many programs encode no text."""
         from importlib import metadata  # imported here, because the import takes 7 ms
 
         try:

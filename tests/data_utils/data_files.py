@@ -1,4 +1,4 @@
-"""Write files of data for tests."""
+"""Write text files, token files and vocabularies for tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_lines(path: Path, texts: Iterable[str], key: str = "text") -> str:
 
 
 def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2", made_by: Any = None) -> str:
-    """Write a .bin/.idx pair, and its manifest if `made_by`, the entry of the tokenizer, is given."""
+    """Write a .bin/.idx pair. If `made_by`, the manifest's entry for the tokenizer, is given, write a manifest."""
     with IndexedDatasetBuilder(prefix, np.dtype(dtype)) as builder:
         for document in documents:
             builder.add(document)
@@ -52,7 +52,7 @@ def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2",
 
 
 def write_byte_vocabulary(vocab: Path, merges: Path) -> None:
-    """Write files in GPT-2's format that have 256 bytes and an end of document."""
+    """Write GPT-2's two files for a vocabulary of the 256 bytes and an end of document, without merges."""
     tokens = [*bytes_to_unicode(), END_OF_TEXT]
     vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
     merges.write_text("#version: 0.2\n")

@@ -1,4 +1,4 @@
-"""Test the command that starts a program, its exit code and its last line."""
+"""Test the printed commands that start a program, and its exit codes and error lines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ as_command(main)()
 def end(main: str, head: bool = False) -> tuple[int, str, str]:
     """Run a program with this `main`. Return exit code, output and errors.
 
-    head: the reader of its output reads one character and closes the pipe while the program's standard input is still
-        open.
+    head: read one character of the output, then close the pipe.
     """
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(main=main)],

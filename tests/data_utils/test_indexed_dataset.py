@@ -1,4 +1,5 @@
-"""Test token files: pairs equal megatron-core's, files of nanoGPT and llm.c, merges, damaged files, atomic writes."""
+"""Test token files: pairs with the bytes of megatron-core's pairs, files of nanoGPT and llm.c, merges, damaged files,
+atomic writes."""
 
 from __future__ import annotations
 
@@ -175,7 +176,7 @@ def test_merge_all_formats(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("new*"))
 
 
-# --- atomic writes; the versions on disk
+# --- atomic writes
 
 
 def test_atomic_write_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

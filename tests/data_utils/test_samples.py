@@ -62,8 +62,8 @@ def test_every_epoch_is_a_new_permutation(size: int) -> None:
 
 # --- batch schedules, compared with Megatron's
 
-# Each case is (start, increment, samples, final). In the third one, Megatron's floats miss a border at 4017 of 4223
-# samples.
+# (start, increment, samples, final). In the third case, Megatron's rounding moves an increase of the batch size, at
+# 4017 of 4223 samples.
 RAMPS = [(4, 2, 50, 12), (1, 1, 0, 3), (1, 1, 4223, 124), (8, 8, 5, 64), (16, 8, 300_000, 256), (4, 3, 7, 4)]
 
 
@@ -142,7 +142,7 @@ def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: i
 )
 def test_same_samples_for_any_number_of_ranks_and_after_a_resume(schedule: BatchSchedule) -> None:
     first, order = schedule.samples_before_steps(400), SampleOrder(3000, 5)
-    whole = order(np.arange(first[-1]))  # The samples are more than one epoch.
+    whole = order(np.arange(first[-1]))  # more than one epoch
     for ranks, micro, prefetch, begin in ((1, 4, 3, 0), (2, 2, 2, 0), (4, 1, 0, 0), (2, 4, 2, 5), (4, 2, 1, 6)):
         given: dict[str, Any] = {"prefetch": prefetch, "consumed_samples": int(first[begin])}
         assert (
@@ -346,8 +346,8 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
     return list(builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build())
 
 
-# Cases with two epochs, with and without 80 % of the second one (below that, it is shuffled separately); documents that
-# span many samples; and an epoch that is shorter than a sample.
+# Below 80 % of an epoch, Megatron shuffles the last epoch separately, so cases are above and below 1.8 epochs. In the
+# last cases, documents span many samples, and an epoch is shorter than a sample.
 @pytest.mark.parametrize(
     "documents, longest, seq_length, split, epochs",
     [
@@ -371,7 +371,7 @@ def test_samples_equal_megatron_core(
     for row, number in zip(found.tolist(), range(len(dataset)), strict=True):
         sample = expected[0][number]
         assert row == [*sample["tokens"].tolist(), int(sample["labels"][-1])]
-    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # Both have the same documents.
+    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # The other splits have the same documents.
         if held_out:
             lengths = their.dataset.sequence_lengths[their.indices]
             assert getattr(ours, name).num_tokens == lengths.sum() > 0

@@ -1,5 +1,4 @@
-"""The tokens of each split, the baselines in bits per byte, and the cache: one process tokenises a text once, and again
-only if the text, its field or the tokenizer changes."""
+"""Test the tokens of each split, the baselines in bits per byte, and the cache of tokenised text."""
 
 from __future__ import annotations
 
@@ -163,7 +162,7 @@ class Cache:
     """A folder of texts and its cache.
 
     said: the lines of the log.
-    times: how often a text was tokenised.
+    times: how many times a text was tokenised.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -245,7 +244,7 @@ def test_a_damaged_entry_is_made_again(cache: Cache) -> None:
         assert cache.read(path) == "some text"
     assert cache.times == 4  # After a damaged record the file is hashed, but not tokenised.
     (found,) = cache.folder.glob("*.bin")
-    found.write_bytes(found.read_bytes()[::-1])  # The new content has the same size.
+    found.write_bytes(found.read_bytes()[::-1])  # The damaged file has the same size.
     assert cache.read(path) == "some text" and ".bin is not as it was written" in " ".join(cache.said)
     os.utime(found)  # The mtime is new, so the file is only hashed again.
     assert cache.read(path) == "some text" and cache.times == 5
@@ -292,7 +291,7 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # The root folder is not this user's.
+    # The home "/" belongs to a different user.
     monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + (home == "/"))
     folder = tmp_path / f"user-{os.getuid()}"
     if home == "/":

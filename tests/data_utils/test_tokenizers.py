@@ -1,4 +1,4 @@
-"""Tokenizers of every kind: round trips, saving and loading, missing and damaged files. The engines of byte-level BPE
+"""Test tokenizers of every kind: round trips, saving and loading, missing and damaged files. gigatoken and tiktoken
 return the same ids."""
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.
 
 
 class Engines:
-    """Our tokenizer, which uses gigatoken, and each library separately."""
+    """GPT-2's BPE by this project, which uses gigatoken, by tiktoken, and by HF tokenizers."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import ByteLevelBPETokenizer
@@ -284,7 +284,7 @@ class Engines:
         self.ours = ours
         assert self.ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
         self.tiktoken = self.ours._ranks_of
-        # Our tokenizer is made from ranks, the reference from the merges file.
+        # This project and tiktoken merge by ranks. HF tokenizers reads the merges file itself.
         self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
 
     def check(self, texts: list[str]) -> None:
@@ -320,7 +320,8 @@ def test_ten_thousand_random_strings(engines: Engines, every: int) -> None:
 
 @EVERY
 def test_engines_agree_on_the_class_of_every_character(every: int) -> None:
-    """The ids show where the pattern split the text: within a part, a byte and its neighbour merge into one token."""
+    """Compare where gigatoken and tiktoken split text. The vocabulary merges the last byte of a character with its
+    neighbour, so different splits give different ids."""
     pytest.importorskip("gigatoken")
     single = [bytes([value]) for value in range(256)]
     pairs = [bytes([last, after]) for last in range(0xC0) for after in b"a1!\t"]

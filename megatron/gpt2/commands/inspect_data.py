@@ -5,7 +5,7 @@
     python tools/inspect_data.py corpus_text_document --plot lengths.png
     python tools/inspect_data.py corpus_text_document --verify
 
-It reads .bin/.idx pairs of this project and of Megatron, and .bin files of nanoGPT and llm.c.
+The program reads .bin/.idx pairs of this project and of Megatron, and .bin files of nanoGPT and llm.c.
 Exit codes: 0; 1 if damage was found; 2 for bad input.
 """
 

@@ -4,8 +4,9 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
 
 The input is JSON (one object per line, or one array), plain text (one document per file), or Parquet. Files may be
-compressed with gzip or zstd. For each of --json-keys it writes PREFIX_KEY_document.bin, .idx and .json, the manifest.
-After a kill, the same command continues. Unusable lines are skipped, counted, and written to PREFIX.bad.jsonl. Exit
+compressed with gzip or zstd. Each of --json-keys gives a pair PREFIX_KEY_document.bin and .idx, and .json, its
+manifest. After a kill, the same command continues. Unusable lines are skipped, counted, and written to
+PREFIX.bad.jsonl. Exit
 codes: 0; 2 for bad input.
 """
 
@@ -46,7 +47,7 @@ def length_histogram(lengths: np.ndarray) -> list[str]:
     if not len(lengths):
         return []
     p10, median, p90, p99 = np.percentile(lengths, [10, 50, 90, 99])
-    # The index is the number of binary digits; 0 has none.
+    # The index of a count is the number of binary digits of the lengths; 0 has no digit.
     counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()
     first = next(number for number, count in enumerate(counts) if count)
     labels = ["0", "1", *(f"{1 << number:,}-{(2 << number) - 1:,}" for number in range(1, len(counts) - 1))]
@@ -62,7 +63,7 @@ def length_histogram(lengths: np.ndarray) -> list[str]:
 
 
 def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
-    """Describe the content of the files, in several lines."""
+    """Describe the content of a token file, in several lines."""
     lines = [
         f"{data.prefix}: {data.kind}, {plural(len(data), 'document')}, {len(data.tokens):,} tokens "
         f"({data.dtype.name}), {data.tokens.nbytes:,} bytes"

@@ -38,8 +38,8 @@ FINEWEB_124M = {
 # The same recipe ended at 3.29 in May 2024 (github.com/karpathy/llm.c/discussions/481) and at 3.2722 in this log. Early
 # losses differ more, because they fall by 1 within 300 iterations.
 LATE_BAND, EARLY_BAND, LATE = 0.03, 0.25, 2000
-# A model's loss is above the entropy of its text, because it never sees enough text, and because the first tokens of a
-# sample lack context. It can only be below the entropy by chance, in a small validation split.
+# A model's loss is above the entropy of its text, because a model never sees enough text, and because the first tokens
+# of a sample lack context. In a small validation split, the loss can be below the entropy by chance.
 ABOVE, BELOW = 0.1, 0.01
 
 
@@ -57,9 +57,9 @@ def compare_with_published(losses: dict[int, float]) -> list[tuple[str, str, str
 
 
 def compare_with_entropy(bits: dict[int, float], entropy: float) -> list[tuple[str, str, str, bool]]:
-    """Return the last loss in the form of `compare_with_published`.
+    """Compare the last loss with the entropy of the text. Return one row, as `compare_with_published` does.
 
-    bits, entropy: in bits per byte, which do not depend on the tokenizer.
+    bits: {iteration: validation loss}. Losses and entropy are in bits per byte, which do not depend on the tokenizer.
     """
     iteration, loss = list(bits.items())[-1]
     low, high = entropy * (1 - BELOW), entropy * (1 + ABOVE)

@@ -49,7 +49,7 @@ def download_urls(argv: Argv = None) -> None:
         python tools/openwebtext/download_urls.py INPUT OUTPUT
 
     INPUT contains one URL per line. A restart skips complete files and repeats the other files. OUTPUT/records contains
-    the result of each URL. The program fetches only the listed pages. It does not read robots.txt.
+    the result of each URL. The program fetches only the listed pages, and does not read robots.txt.
     """
     parser = step_parser(download_urls)
     add_number(parser, "--max-bytes", 10_000_000, "largest size of a page; larger ones are dropped")

@@ -129,7 +129,8 @@ def duplicate_pairs(
     signatures: Sequence[np.ndarray], shingles_of: Callable[[int], np.ndarray], min_jaccard: float
 ) -> Iterator[tuple[int, int, float]]:
     """Yield (number, number, Jaccard index) of each pair of documents that share a band and have an index of at least
-    `min_jaccard`. A pair whose documents earlier pairs connect is skipped, so the pairs are the edges of a forest."""
+    `min_jaccard`. A pair is skipped if earlier pairs already connect its documents, so the pairs are the edges of a
+    forest."""
     from networkx.utils import UnionFind
 
     @functools.cache  # A pair may share several bands.

@@ -198,7 +198,7 @@ class StepRun:
                     self.offset += len(content)
 
     def lines(self) -> Iterator[str]:
-        """Yield the stripped lines of the input that are not empty."""
+        """Yield the lines of the input that are not empty, without white space at both ends."""
         return (content.decode("utf-8-sig", "replace").strip() for *_, content in self._entries(whole_texts=False))
 
     def documents(self) -> Iterator[Document]:

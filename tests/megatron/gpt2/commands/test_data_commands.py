@@ -79,7 +79,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     partial files. With room it continues."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB, which are 2 shards with 42 MB of tokens in each of two copies
+    path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB in two shards. Shards and result have 42 MB of tokens each.
     mounted = f"mount -t tmpfs -o size=100m tmpfs {disk} && "
     alone = "unshare --map-root-user --mount sh -c".split()
     if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
@@ -91,7 +91,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def fill_up(path: str, disk: str) -> None:
-    """Run in a separate mount namespace, with less and less free space on a disk of 100 MB."""
+    """Preprocess `path` onto a disk of 100 MB with more and more free space, in a separate mount namespace."""
     line, kept = flags(path, Path(disk) / "out"), []
     for ballast in (95, 70, 40, 0):
         Path(disk, "ballast").write_bytes(bytes(ballast << 20))

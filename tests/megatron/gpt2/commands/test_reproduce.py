@@ -43,7 +43,7 @@ def test_published_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_loss_near_the_entropy(tmp_path: Path) -> None:
     assert main([save_losses(tmp_path, {100: 0.9, 400: 0.42}), "--entropy", "0.3988"]) == 0
-    for wrong in (0.39, 0.45):  # Below the entropy, the model has seen its targets.
+    for wrong in (0.39, 0.45):  # A loss below the entropy shows that the model saw its targets.
         assert main([save_losses(tmp_path, {400: wrong}), "--entropy", "0.3988"]) == 1
 
 

@@ -1,5 +1,5 @@
-"""The URL filter, cleanup, decontamination and splits; near-duplicates: all pairs are found, and the first document is
-kept; pages from servers that misbehave, and the text of pages with errors."""
+"""Test the steps for web text: the URL filter, cleanup, decontamination, splits, near-duplicates, and the download from
+servers that misbehave."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def pairs_in(folder: Path) -> list[dict]:
 
 
 def test_search_group_and_removal(tmp_path: Path):
-    """Families have three similar texts. The first and the last differ too much to be a pair."""
+    """A family is a text and two changed copies. The first and the last text differ too much to be a pair."""
     draw = random.Random(0)
 
     def words() -> list[str]:

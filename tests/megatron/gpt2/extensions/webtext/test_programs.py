@@ -1,5 +1,5 @@
-"""Each program by itself: as the first of the pipeline, with bad input, and on the executors of datatrove. The whole
-pipeline on a small web: the right documents remain."""
+"""Test the programs of tools/openwebtext: each program with scraped text, with bad input and with datatrove, and all
+programs in sequence on a simulated web."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(name: str, *arguments: Path | str, **environment: str) -> subprocess.Com
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the current folder, with scraped text and with files of JSON lines."""
+    """Make a current folder with files of scraped text and of JSON lines."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     Path("texts").mkdir()
@@ -210,7 +210,8 @@ def html(texts: list[str], title: str = "A page") -> bytes:
 
 
 LATIN = "Café, naïve, façade, £5."
-# kind: the number of pages, their content for a seed, the part that the corpus has, status and headers
+# For each kind of page: the number of pages, the content for a seed, text that must be in the corpus, status and
+# headers
 KINDS: dict[str, tuple[int, Callable[[str], bytes], str, int, dict[str, str]]] = {
     "article": (16, lambda seed: html(paragraphs(seed)), "{first}", 200, {}),
     "latin": (

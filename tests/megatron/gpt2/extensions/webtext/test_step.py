@@ -1,5 +1,4 @@
-"""The contract of every step: atomic output, no repeated work, every dropped entry is counted. The file also tests
-reading of input."""
+"""Test what all steps share: atomic output, no repeated work, counts of dropped entries, and the reading of input."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def shorten(run: StepRun) -> None:
 
 
 class ThreeInputs:
-    """Three inputs of four texts, and a step that processes them."""
+    """Three files of four texts, and a step that processes the files."""
 
     def __init__(self, folder: Path) -> None:
         self.input, self.output, self.calls = folder / "in", folder / "out", folder / "calls"
