@@ -12,7 +12,6 @@ import pytest
 
 from data_utils import IndexedDataset, build_tokenizer, preprocessing
 from data_utils.preprocessing import PreprocessingJob, inputs
-from data_utils.preprocessing.inputs import cut_into_shards, whole_file
 from tests.data_utils.data_files import BAD_LINES, BYTES, write, write_lines
 
 
@@ -153,37 +152,6 @@ def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
 
 
 # --- restarts
-
-
-def test_restart_uses_finished_shards_only(tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/megatron/gpt2/extensions/webtext/test_step.py damages outputs and manifests."""
-    texts = some_texts(400)
-    path = write_lines(tmp_path / "a.jsonl", texts)
-    shards = cut_into_shards([whole_file(path, ("text",))])
-    made: list[int] = []
-    stop, original = 5, preprocessing._write_shard
-
-    def write_shard(job: PreprocessingJob, stem: str, *more: Any) -> Any:
-        made.append(int(stem))
-        written = original(job, stem, *more)
-        if len(made) == stop:
-            raise KeyboardInterrupt  # The interrupt comes before the shard's manifest is written.
-        return written
-
-    monkeypatch.setattr(preprocessing, "_write_shard", write_shard)
-    with pytest.raises(KeyboardInterrupt):
-        run(path, tmp_path / "out")
-    assert not list(tmp_path.glob("out_*")) and made == [0, 1, 2, 3, 4]
-    changed = bytearray(Path(path).read_bytes())
-    changed[shards[2][0].start + len('{"id": ')] = ord("2")  # The input is different but has the same size.
-    write(Path(path), bytes(changed))
-    write(tmp_path / "out.shards" / "00006_text.bin", b"half")  # A killed process has left this file.
-    made.clear()
-    stop = -1
-    found = run(path, tmp_path / "out")
-    assert made == [2, *range(4, len(shards))]
-    assert found == run(path, tmp_path / "expected") and pair(tmp_path / "out") == pair(tmp_path / "expected")
-    assert texts_of(tmp_path / "out") == texts
 
 
 def test_existing_output_is_kept_or_refused(tmp_path: Path, small_shards: None) -> None:

@@ -32,19 +32,18 @@ from tests.data_utils.data_files import BYTES, write_pair
 
 
 @pytest.mark.parametrize(
-    "size, first, crc32",
+    "size, crc32",
     [
-        (1, [0, 0, 0, 0], 0x5B51CB60),
-        (3, [2, 1, 0, 1], 0xA13A7AC2),
-        (16, [4, 5, 14, 7], 0x464506C7),
-        (17, [0, 12, 14, 4], 0x3DE96D9F),
-        (1000, [935, 717, 557, 135], 0x7F8F24C6),
-        (10**15, [338760345030966, 424284435773254, 945783697703452, 217896081617288], 0xEF843CD7),
+        (1, 0x5B51CB60),
+        (3, 0xA13A7AC2),
+        (16, 0x464506C7),
+        (17, 0x3DE96D9F),
+        (1000, 0x7F8F24C6),
+        (10**15, 0xEF843CD7),
     ],
 )
-def test_the_order_never_changes(size: int, first: list[int], crc32: int) -> None:
+def test_the_order_never_changes(size: int, crc32: int) -> None:
     """Checkpoints only store the number of consumed samples, so a resumed run needs the same order."""
-    assert SampleOrder(size, 1234)(np.arange(4)).tolist() == first
     numbers = np.concatenate([np.arange(500), np.arange(max(0, size - 10), size + 10), [2 * size, 7 * size + 1]])
     found = [SampleOrder(size, seed)(numbers).astype("<i8").tobytes() for seed in (0, 1234, 2**31 - 1)]
     assert zlib.crc32(b"".join(found)) == crc32
@@ -148,8 +147,6 @@ def test_same_samples_for_any_number_of_ranks_and_after_a_resume(schedule: Batch
         assert (
             read(Numbered(), order, 400 - begin, schedule, ranks, micro, **given).ravel() == whole[first[begin] :]
         ).all()
-    found = read(Numbered(), order, 100, BatchSchedule.constant(13), 1, 13, consumed_samples=1777).ravel()
-    assert (found == whole[1777 : 1777 + 1300]).all()  # The loader has a different batch size.
 
 
 def test_errors_of_the_thread_reach_the_caller() -> None:
@@ -351,7 +348,7 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
 @pytest.mark.parametrize(
     "documents, longest, seq_length, split, epochs",
     [
-        *((200, 60, 16, "80,15,5", epochs) for epochs in (2.0, 1.85, 1.75, 1.2, 0.3)),
+        *((200, 60, 16, "80,15,5", epochs) for epochs in (1.85, 1.75, 0.3)),
         (12, 4000, 64, "0.7,0.2,0.1", 6.3),
         (9, 4, 64, "90,10", 9.0),
     ],

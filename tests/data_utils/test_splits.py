@@ -81,13 +81,6 @@ def test_few_documents_are_split_by_position(lengths: list[int], split: str, clo
     assert split_borders(np.cumsum([0, *lengths]), shares_of(split), closed) == borders
 
 
-def test_one_text_file_is_split_by_position(tmp_path: Path) -> None:
-    text = "".join(chr(97 + number % 26) for number in range(1234))
-    made = splits(tmp_path, write(tmp_path / "a.txt", text))
-    assert texts(made) == [text[:1110].encode(), text[1110:].encode(), None] and len(made.train) == 1109 // 8
-    assert made.valid.rows(np.arange(1))[0, 0] == ord(text[1109])  # the last training token
-
-
 def test_separate_validation_files(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.txt", "x" * 1000), write(tmp_path / "b.txt", "held out")
     made = splits(tmp_path, a, valid_data=[b], split="80,100,20")
@@ -116,12 +109,11 @@ def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
     assert print_of(lines) == print_of(lines, text_key="text")  # The field is the default or --text-key.
     others = print_of(a), print_of(a, split="8,2"), print_of(b), print_of(lines), print_of(lines, text_key="sentence")
     assert len(set(others)) == 5
-    values = np.zeros(1 << 21, np.uint16)
-    ends = []
-    for place in (0, 0, -1):  # Both ends of the tokens are hashed.
-        ends.append(print_of(data_path=[write_pair(tmp_path / "pair", [values])]))
-        values[place] += 1
-    assert len(set(ends)) == 3
+    values, prints = np.zeros(1 << 21, np.uint16), set()
+    for index in (0, 0, -1):  # Both ends of the tokens are hashed.
+        prints.add(print_of(data_path=[write_pair(tmp_path / "pair", [values])]))
+        values[index] += 1
+    assert len(prints) == 3
 
 
 def test_prepared_pairs_and_their_tokenizers(tmp_path: Path) -> None:
@@ -286,18 +278,12 @@ def test_the_cache_folder(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None
     assert list((cache.texts / "gpt2-model-parallel" / "data").glob("*.idx"))
 
 
-@pytest.mark.parametrize("home", ["~", "/nowhere", "/"])
+@pytest.mark.parametrize("home", ["~", "/nowhere"])
 def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # The home "/" belongs to a different user.
-    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + (home == "/"))
     folder = tmp_path / f"user-{os.getuid()}"
-    if home == "/":
-        with pytest.raises(ValueError, match=f"must be a folder of user {os.getuid()} with mode 0700"):
-            files.user_cache_dir()  # The test replaces the user's id, so this user is not the owner.
-        return
     for _ in range(2):
         assert files.user_cache_dir() == folder / ".cache" / "gpt2-model-parallel"
         assert folder.stat().st_mode & 0o777 == 0o700

@@ -129,22 +129,6 @@ def test_a_vocabulary_with_other_ids(tmp_path: Path) -> None:
     assert made.decode(made.encode("hello h\u00e9")) == "hello h\u00e9"
 
 
-@pytest.mark.parametrize(
-    "vocabulary, merges, named",
-    [
-        ("{", "h e", "--vocab-file"),
-        ('{"a": 0}', "", "endoftext"),
-        ('{"<|endoftext|>": 1}', "", "gap"),
-        ('{"<|endoftext|>": 0}', "h e l", "two tokens"),
-        ('{"<|endoftext|>": 0}', "h e", "lacks its token"),
-    ],
-)
-def test_bad_vocabularies(tmp_path: Path, vocabulary: str, merges: str, named: str) -> None:
-    files = {"vocab_file": write(tmp_path / "v", vocabulary), "merge_file": write(tmp_path / "m", merges)}
-    with pytest.raises(ValueError, match=named):
-        build_tokenizer("GPT2BPETokenizer", **files)
-
-
 def test_find_gpt2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ValueError, match="scripts/download_gpt2_vocab.sh"):
@@ -211,8 +195,6 @@ def test_a_missing_sentencepiece_model_is_trained_once(tmp_path: Path) -> None:
         data_utils.ensure_sentencepiece_model(model, **given)
     assert len(said) == 1 and "500 pieces" in said[0]
     assert build_tokenizer("SentencePieceTokenizer", model_file=model).vocab_size == 500
-    with pytest.raises(ValueError, match="--tokenizer-model .* cannot be written"):
-        data_utils.ensure_sentencepiece_model("/proc/sp.model", **given)
 
 
 # --- characters
@@ -230,8 +212,8 @@ def test_nanogpt_meta(tmp_path: Path, protocol: int) -> None:
     assert list(tokenizer.encode(text)) == [ids[character] for character in text]
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.vocab_size == len(characters)
     assert (tokenizer.eod, tokenizer.has_eod, tokenizer.bos) == (NO_EOD, False, ids["\n"])
-    tokenizer.save(tmp_path / "kept")
-    assert load_tokenizer(tmp_path / "kept").fingerprint == tokenizer.fingerprint
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
 
 
 def test_an_unknown_character() -> None:
@@ -302,12 +284,10 @@ def engines(test_data: Path) -> Engines:
 
 @EVERY
 def test_real_text(engines: Engines, test_data: Path, every: int) -> None:
-    valid, test, shakespeare = (
-        (test_data / name).read_bytes().decode()
-        for name in ("wikitext-2/valid.txt", "wikitext-2/test.txt", "tinyshakespeare/input.txt")
-    )
+    wikitext = (test_data / "wikitext-2/test.txt").read_bytes().decode()
+    shakespeare = (test_data / "tinyshakespeare/input.txt").read_bytes().decode()
     lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
-    engines.check([part for text in (valid, test) for part in text.split("\n \n")][::every])
+    engines.check(wikitext.split("\n \n")[::every])
     engines.check([json.loads(line)["text"] for line in lambada[::every]])
     engines.check([shakespeare[: len(shakespeare) // every]])  # The text has a megabyte.
     assert list(engines.ours.encode("Hello world")) == [15496, 995] and engines.ours.eod == 50256

@@ -14,11 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from data_utils import IndexedDataset, build_splits, build_tokenizer
+from data_utils import IndexedDataset
 from megatron.gpt2.commands import preprocess_data
 from megatron.gpt2.extensions.webtext import commands
 from tests.conftest import ROOT, error_line, needs
@@ -90,19 +89,12 @@ def test_file_names_of_2019_from_addresses_to_a_data_set():
     program("remove_group_duplicates", "groups.json", "clean.json", "unique.json")
     program("cleanup_dataset", "lines", "folder", "--workers", "1")
     assert not list(Path().glob("*.shards")) and len(list(Path().glob("folder/*.jsonl"))) == 3
-    cleaned, kept = (
-        [json.loads(line)["text"] for line in Path(name).read_text().splitlines()]
-        for name in ("clean.json", "unique.json")
-    )
+    kept = [json.loads(line)["text"] for line in Path("unique.json").read_text().splitlines()]
     assert len(kept) == 9 and len(set(kept)) == 9
-    tokens = sum(len(text) + 1 for text in cleaned)
     for name in ("clean.json", "folder"):
-        tokenizer = build_tokenizer("bytes")
-        made: Any = build_splits(train_data=[name], split="1", tokenizer=tokenizer, seq_length=8, log=print)
-        assert made.train.num_tokens == tokens
         line = f"--input {name} --output-prefix {name}_tokens --tokenizer-type bytes --append-eod"
         preprocess_data.main(line.split())
-        assert len(IndexedDataset(f"{name}_tokens_text_document").tokens) == tokens
+        assert len(IndexedDataset(f"{name}_tokens_text_document")) == 10
 
 
 @pytest.mark.parametrize(
@@ -139,12 +131,10 @@ def file_hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("executor", [pytest.param("local", marks=pytest.mark.wide), "ray"])
-def test_executors_make_the_same_bytes(executor: str, capsys: pytest.CaptureFixture[str]):
-    if executor == "ray":
-        pytest.importorskip("ray")
+@pytest.mark.wide
+def test_datatrove_makes_the_same_bytes():
     program("cleanup_dataset", "lines", "alone")
-    found = run("cleanup_dataset", "lines", "cluster", "--executor", executor, "--tasks", "2")
+    found = run("cleanup_dataset", "lines", "cluster", "--executor", "local", "--tasks", "2")
     assert found.returncode == 0, found.stderr
     assert "Processing done" in "".join(path.read_text() for path in Path().glob("cluster/.datatrove/logs/*"))
     assert file_hashes(Path("cluster")) == file_hashes(Path("alone")) and "9 in, 9 out" in found.stdout

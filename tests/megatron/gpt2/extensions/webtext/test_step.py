@@ -181,9 +181,8 @@ def test_a_folder_of_scraped_text(tmp_path: Path):
 
 
 def test_missing_and_colliding_names(tmp_path: Path):
-    for name, said in ("", "this folder has no file"), ("*.jsonl", r"\*\.jsonl"):
-        with pytest.raises(FileNotFoundError, match=said):
-            find_inputs(str(tmp_path / name))
+    with pytest.raises(FileNotFoundError, match=r"\*\.jsonl"):
+        find_inputs(str(tmp_path / "*.jsonl"))
     for name in ("a.jsonl", "a.jsonl.gz", "a.of.urls"):
         (tmp_path / name).write_text("{}")
     assert [source.name for source in find_inputs(str(tmp_path / "*urls"))] == ["a.of.urls"]
