@@ -86,12 +86,12 @@ class GPT2Dataset:
         """Return the windows of `indices` [k] as int64 [k, seq_length + 1]. Raises DamagedData if an id is outside the
         vocabulary or the file was changed."""
         self.check_unchanged()
-        last = indices >= len(self._windows)
-        if not last.any():
+        incomplete = indices >= len(self._windows)
+        if not incomplete.any():
             return self.check_ids(self._windows[indices])
         rows = np.full((len(indices), self.seq_length + 1), MISSING, dtype=np.int64)
-        rows[~last] = self.rows(indices[~last])
-        rows[last, : len(self._rest)] = self.check_ids(self._rest[None])
+        rows[~incomplete] = self.rows(indices[~incomplete])
+        rows[incomplete, : len(self._rest)] = self.check_ids(self._rest[None])
         return rows
 
     def check_unchanged(self) -> None:
@@ -172,19 +172,19 @@ class BlendedDataset:
         self.components, self._counts = tuple(components), counts
         self.seq_length = components[0].seq_length
         sizes = np.array(list(map(len, components)))
-        self._orders = [SampleOrder(int(size), seed + number, training) for number, size in enumerate(sizes)]
+        self._orders = [SampleOrder(int(size), seed + index, training) for index, size in enumerate(sizes)]
         # For each position in a block, `_component` is its component, and `_before` counts the earlier samples of this
         # component in the block.
         self._component = np.searchsorted(
             np.cumsum(counts), permute(np.arange(BLEND_BLOCK), BLEND_BLOCK, permutation_key(seed)), "right"
         )
         self._before = np.empty(BLEND_BLOCK, dtype=np.int64)
-        for number, count in enumerate(counts):
-            self._before[self._component == number] = np.arange(count)
+        for index, count in enumerate(counts):
+            self._before[self._component == index] = np.arange(count)
         self._len = int(sizes.sum())
         if not training:  # Find the positions at which each component's second epoch would begin.
             blocks, remainders = np.divmod(sizes, counts)
-            ends = [np.flatnonzero(self._component == number)[remainder] for number, remainder in enumerate(remainders)]
+            ends = [np.flatnonzero(self._component == index)[remainder] for index, remainder in enumerate(remainders)]
             self._len = int((blocks * BLEND_BLOCK + ends).min())
 
     def shuffled(self, seed: int) -> "BlendedDataset":
@@ -196,14 +196,13 @@ class BlendedDataset:
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
-        blocks, places = np.divmod(numbers, BLEND_BLOCK)
-        which = self._component[places]
-        # the number of each sample within its component
-        own_numbers = blocks * self._counts[which] + self._before[places]
+        blocks, positions = np.divmod(numbers, BLEND_BLOCK)
+        components = self._component[positions]
+        numbers_in_component = blocks * self._counts[components] + self._before[positions]
         rows = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
-        for number, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):
-            from_component = which == number
-            rows[from_component] = component.rows(order(own_numbers[from_component]))
+        for index, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):
+            from_component = components == index
+            rows[from_component] = component.rows(order(numbers_in_component[from_component]))
         return rows
 
 
@@ -256,13 +255,13 @@ class MegatronOrderDataset:
         tokens, size = self._dataset.tokens, self.seq_length + 1
         rows = np.empty((len(numbers), size), dtype=tokens.dtype)
         for row, sample in zip(rows, self._shuffle[numbers % len(self)].tolist(), strict=True):
-            begin, filled = sample * self.seq_length, 0
-            place = int(np.searchsorted(self._ends, begin, "right"))
+            start, filled = sample * self.seq_length, 0
+            position = int(np.searchsorted(self._ends, start, "right"))
             while filled < size:
-                stop = int(self._starts[self._documents[place] + 1])
-                first = stop - (int(self._ends[place]) - begin - filled)
-                part = tokens[first : min(stop, first + size - filled)]
+                document_end = int(self._starts[self._documents[position] + 1])
+                token = document_end - (int(self._ends[position]) - start - filled)
+                part = tokens[token : min(document_end, token + size - filled)]
                 row[filled : filled + len(part)] = part
                 filled += len(part)
-                place += 1
+                position += 1
         return self._dataset.check_ids(rows)

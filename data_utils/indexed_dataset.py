@@ -277,7 +277,7 @@ class IndexedDataset(TokenFile):
             check(size in (plain, plain + sequences), f"{size} bytes, not the {plain} of {sequences} sequences")
             lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
             pointers = np.frombuffer(file.read(8 * sequences), dtype="<i8")
-            firsts = np.frombuffer(file.read(8 * documents), dtype="<i8")
+            indices = np.frombuffer(file.read(8 * documents), dtype="<i8")
         width = INDEX_DTYPES[code].itemsize
         starts = np.zeros(sequences + 1, dtype=np.int64)
         check(sequences == 0 or int(lengths.min()) >= 0, "a negative length")
@@ -286,10 +286,10 @@ class IndexedDataset(TokenFile):
         expected = int(starts[-1]) * width
         check(expected == bin_size, f"{expected} bytes of tokens, but .bin has {bin_size}")
         check(
-            documents > 0 and firsts[0] == 0 and firsts[-1] == sequences and bool((np.diff(firsts) >= 0).all()),
+            documents > 0 and indices[0] == 0 and indices[-1] == sequences and bool((np.diff(indices) >= 0).all()),
             f"its documents do not run from 0 to {sequences}",
         )
-        self.sequence_lengths, self.document_indices, self.document_starts = lengths, firsts, starts[firsts]
+        self.sequence_lengths, self.document_indices, self.document_starts = lengths, indices, starts[indices]
         super().__init__(prefix, INDEX_DTYPES[code])
         check(self.tokens.nbytes == expected, f"{prefix}.bin changed while it was opened")
 
@@ -323,8 +323,8 @@ class RawTokenFile(TokenFile):
         """The start of each document, int64 [documents + 1], from 0 to `len(tokens)`. The first access reads all
         tokens."""
         blocks = [
-            np.flatnonzero(self.tokens[first : first + EOD_SEARCH_TOKENS] == self._eod) + first + 1
-            for first in range(0, len(self.tokens), EOD_SEARCH_TOKENS)
+            np.flatnonzero(self.tokens[start : start + EOD_SEARCH_TOKENS] == self._eod) + start + 1
+            for start in range(0, len(self.tokens), EOD_SEARCH_TOKENS)
         ]
         return np.unique(np.concatenate([[0], *blocks, [len(self.tokens)]]))
 

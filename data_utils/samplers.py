@@ -65,17 +65,18 @@ def _feistel_round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Permute range(size) as `key` chooses. Return the position of each index, in O(1) time and memory per index.
+    """Permute range(size) as `key` chooses. Return the position of each index, int64 [k], in O(1) time and memory per
+    index:
 
         >>> permute(np.arange(5), 5, permutation_key(1))
         array([1, 2, 0, 4, 3])
 
+    A Feistel network permutes the next power of two. A position outside range(size) is permuted again until it is
+    inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes are usual.
+
     indices: int64 [k], in range(size).
     key: uint64 [k], one for each index, or [1], one for all indices.
-
-    The result is int64 [k]. A Feistel network permutes the next power of two; a result outside range(size) is permuted
-    again until it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two
-    passes are usual."""
+    """
     bits = max(4, (size - 1).bit_length())
     low_bits = bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
@@ -84,9 +85,9 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     walking = np.arange(len(positions))
     while len(walking):
         high, low = positions[walking] >> low_bits, positions[walking] & low_mask
-        for number in range(0, ROUNDS, 2):
-            high ^= _feistel_round(low, keys[number]) & high_mask
-            low ^= _feistel_round(high, keys[number + 1]) & low_mask
+        for index in range(0, ROUNDS, 2):
+            high ^= _feistel_round(low, keys[index]) & high_mask
+            low ^= _feistel_round(high, keys[index + 1]) & low_mask
         positions[walking] = high << low_bits | low
         outside = positions[walking] >= size
         walking = walking[outside]
@@ -132,11 +133,11 @@ class BatchSchedule:
         distances, while the first `samples` samples are consumed."""
         increments = (final - start) // increment
         milestones = {0: start}
-        for number in range(1, increments + 1):
-            first = -(-number * samples // increments)
-            # Megatron divides floats. If its quotient is rounded below `number`, its batch grows one sample later.
-            delay = samples > 0 and int(first / (samples / increments)) < number
-            milestones[first + delay] = start + number * increment
+        for index in range(1, increments + 1):
+            consumed = -(-index * samples // increments)
+            # Megatron divides floats. If its quotient is rounded below `index`, its batch grows one sample later.
+            delay = samples > 0 and int(consumed / (samples / increments)) < index
+            milestones[consumed + delay] = start + index * increment
         return BatchSchedule(tuple(milestones.items()))
 
     @property
@@ -151,7 +152,7 @@ class BatchSchedule:
     def spans(self, consumed: int = 0) -> Iterator[range]:
         """Yield a range for each batch size: the samples consumed before each of its steps. The last range has no
         end."""
-        ends = [first for first, _ in self.milestones[1:]] + [END_OF_RUN]
+        ends = [samples for samples, _ in self.milestones[1:]] + [END_OF_RUN]
         for (_, size), end in zip(self.milestones, ends, strict=True):
             if consumed < end:
                 yield (span := range(consumed, end, size))
@@ -248,15 +249,16 @@ class BatchLoader:
         self._ready.append(prepare if self._thread is None else self._thread.submit(prepare).result)
         self._next += self._schedule.size(self._next)
 
-    def _batch(self, first: int) -> Any:
-        size, micro = self._schedule.size(first), self._micro_batch_size
-        begins = micro_batch_starts(size, micro, self._rank, self._ranks, contiguous=self._contiguous)
-        offsets = (begins[:, None] + np.arange(micro)).ravel()  # the offsets of this rank's samples within the step
+    def _batch(self, consumed: int) -> Any:
+        """Prepare the step that begins after `consumed` samples."""
+        size, micro = self._schedule.size(consumed), self._micro_batch_size
+        starts = micro_batch_starts(size, micro, self._rank, self._ranks, contiguous=self._contiguous)
+        offsets = (starts[:, None] + np.arange(micro)).ravel()  # the offsets of this rank's samples within the step
         if not self._ordered:  # Permute the samples of many steps of this size at once.
-            steps = next(self._schedule.spans(first))[: -(-PERMUTED_AT_ONCE // len(offsets))]
+            steps = next(self._schedule.spans(consumed))[: -(-PERMUTED_AT_ONCE // len(offsets))]
             numbers = (np.array(steps)[:, None] + offsets).ravel()
             self._ordered.extend(self._order(numbers).reshape(len(steps), -1))
-        return self._collate_fn(self._dataset.rows(self._ordered.popleft()), first + offsets)
+        return self._collate_fn(self._dataset.rows(self._ordered.popleft()), consumed + offsets)
 
 
 def evaluation_batches(
@@ -274,8 +276,8 @@ def evaluation_batches(
     """
     count = len(dataset) if max_samples is None else min(len(dataset), max_samples)
     step = micro_batch_size * data_parallel_size
-    for first in range(data_parallel_rank * micro_batch_size, -(-count // step) * step, step):
+    for start in range(data_parallel_rank * micro_batch_size, -(-count // step) * step, step):
         batch = np.full((micro_batch_size, dataset.seq_length + 1), MISSING, dtype=np.int64)
-        indices = np.arange(first, min(first + micro_batch_size, count))
+        indices = np.arange(start, min(start + micro_batch_size, count))
         batch[: len(indices)] = dataset.rows(indices)
         yield batch

@@ -64,15 +64,15 @@ def sketch(text: str) -> np.ndarray:
     """Return the sketch of a text, uint64 [t]. In each round, an empty bin takes the minimum of the hashes that fall
     into it. In the first t rounds, the upper bits of a hash select its bin. In round t + i, all hashes fall into bin i,
     so that no bin stays empty."""
-    first = shingle_hashes(text)
+    hashes = shingle_hashes(text)
     filled = np.full(VALUES, EMPTY)
-    for number in range(2 * VALUES):
-        values = mix(first + ROUNDS[number]) if number else first
+    for index in range(2 * VALUES):
+        values = mix(hashes + ROUNDS[index]) if index else hashes
         found = np.full(VALUES, EMPTY)
-        if number < VALUES:
+        if index < VALUES:
             np.minimum.at(found, ((values >> HALF) * np.uint64(VALUES) >> HALF).view(np.int64), values)
         else:
-            found[number - VALUES] = values.min()
+            found[index - VALUES] = values.min()
         np.copyto(filled, found, where=filled == EMPTY)
         if not (filled == EMPTY).any():
             break
@@ -134,10 +134,10 @@ def duplicate_pairs(
     from networkx.utils import UnionFind
 
     @functools.cache  # A pair may share several bands.
-    def index_of(first: int, second: int) -> float:
-        one, other = shingles_of(first), shingles_of(second)
-        common = len(np.intersect1d(one, other, assume_unique=True))
-        return common / (len(one) + len(other) - common)
+    def jaccard_index(a: int, b: int) -> float:
+        shingles, others = shingles_of(a), shingles_of(b)
+        common = len(np.intersect1d(shingles, others, assume_unique=True))
+        return common / (len(shingles) + len(others) - common)
 
     joined = UnionFind()
     for band in range(BANDS):
@@ -147,7 +147,7 @@ def duplicate_pairs(
                 for leader in leaders:
                     if joined[leader] == joined[number]:
                         break
-                    if (index := index_of(leader, number)) >= min_jaccard:
+                    if (index := jaccard_index(leader, number)) >= min_jaccard:
                         joined.union(leader, number)
                         yield leader, number, index
                         break
