@@ -19,7 +19,8 @@ time. The corpus is the text files of every installed package, cut into document
 
 Section `loading` times the reading of samples on one thread, from files in memory. This file repeats nanoGPT's loader:
 it makes a new memory map for every batch, and slices, casts and stacks each input and label. Our loader is the loader
-of a training run without its thread, up to the tensor. The two loaders alternate."""
+of a training run without its thread, up to the tensor. The two loaders alternate.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
 
 
 class NoProgressBar:
-    """A replacement of tqdm's bar that draws nothing. It has the methods that this project uses."""
+    """A replacement of tqdm's bar that draws nothing. The class has the methods of tqdm that this project uses."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self._iterable = iterable or ()
@@ -181,7 +181,7 @@ def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
             code = main()
             sys.stdout.flush()  # Here the program can still catch the error of a broken pipe.
         except BrokenPipeError:
-            # The interpreter flushes standard output when it ends, which would fail again.
+            # The interpreter flushes standard output once more when it ends. Without this line, that would fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 141
         except (ValueError, OSError) as error:

@@ -16,9 +16,10 @@ sequences. For S sequences and D - 1 documents, `.idx` is, in little-endian:
 nanoGPT's `.bin` holds only uint16 tokens. llm.c's has a header of 256 int32 (magic 20240520, version 1, number of
 tokens) and uint16 tokens. In both formats, a document ends with the end-of-document id.
 
-The manifest `PREFIX.json` describes how a pair was made. It has `inputs` (each file's name, bytes, lines and hashes),
-`tokenizer`, counts, and the sha256 of consecutive chunks of `.bin` and `.idx`. Chunks allow several workers to hash a
-large `.bin`, and show where a file is damaged. The last entry of the manifest is the sha256 of all bytes before it.
+The manifest `PREFIX.json` describes how a pair was made. Its entries are `inputs` (each file's name, bytes, lines and
+hashes), `tokenizer`, counts, and the sha256 of consecutive chunks of `.bin` and `.idx`. Chunks allow several workers to
+hash a large `.bin`, and show where a file is damaged. The last entry of the manifest is the sha256 of all bytes before
+it.
 """
 
 import contextlib
@@ -119,7 +120,7 @@ class IndexedDatasetBuilder:
     def add_file(self, file: "TokenFile", chunks: Sequence[ChunkHash] = ()) -> None:
         """Append all documents of `file`, which has the same dtype.
 
-        chunks: the hashes of the file's tokens. If they are not given, the tokens are hashed.
+        chunks: the hashes of the file's tokens. If it is empty, the tokens are hashed.
         """
         assert self._open_length == 0 and file.dtype == self._dtype
         self._end_chunk()

@@ -135,7 +135,8 @@ class BatchSchedule:
         milestones = {0: start}
         for index in range(1, increments + 1):
             consumed = -(-index * samples // increments)
-            # Megatron divides floats. If its quotient is rounded below `index`, its batch grows one sample later.
+            # Megatron divides floats. If the quotient is rounded below `index`, Megatron's batch grows one sample
+            # later.
             delay = samples > 0 and int(consumed / (samples / increments)) < index
             milestones[consumed + delay] = start + index * increment
         return BatchSchedule(tuple(milestones.items()))

@@ -107,7 +107,7 @@ def split_borders(document_starts: np.ndarray, shares: Sequence[Fraction], close
     part by position would have fewer than MIN_TOKENS tokens.
 
     document_starts: int64 [documents + 1].
-    closed: whether the last token is an EOD. It is not counted for borders by position.
+    closed: whether the last token is an EOD. This EOD is not counted for borders by position.
     """
     total, count = int(document_starts[-1]), len(document_starts) - 1
     ends = list(itertools.accumulate(shares))[:-1]
@@ -273,7 +273,7 @@ def build_splits(
 
 
 def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _TokenSource:
-    """Open a token file. Its key is a hash of the index, the size, and the first and last tokens. Raises ValueError if
+    """Open a token file. The key is a hash of the index, the size, and the first and last tokens. Raises ValueError if
     a different tokenizer made the file."""
     try:
         dataset = open_token_file(path, tokenizer.eod)

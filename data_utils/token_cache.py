@@ -60,14 +60,14 @@ def tokenise(
 ) -> tuple[IndexedDataset, str]:
     """Return the tokens of the documents of `paths`, in order and each with an EOD at its end, and the key of the pair.
 
-    The first process tokenises them into the cache, and all others read the cache. Errors name a file or
+    The first process tokenises the files into the cache, and all others read the cache. Errors name a file or
     --data-cache-path.
     """
     folder = Path(cache_path) if cache_path else user_cache_dir() / "data"
 
     def key_of(contents: Sequence[Content]) -> str:
-        """Return the key. It includes the text field of each file (False for plain text), and `max_bad_fraction` if it
-        is above the default, so that a stricter run does not use text that it would refuse."""
+        """Return the key of the pair. The key includes the text field of each file (False for plain text), and
+        `max_bad_fraction` if it is above the default, so that a stricter run does not use text that it would refuse."""
         fields = [
             (field if text_key is None else text_key) if is_json(path) else False
             for path, (_, field) in zip(paths, contents, strict=True)
@@ -133,7 +133,7 @@ def _write_tokens(
     max_bad_fraction: float,
 ) -> None:
     started, size = time.monotonic(), 0
-    # The bar counts characters, but its total is in bytes, which is a slightly larger number.
+    # The progress bar counts characters, but its total is in bytes, which is a slightly larger number.
     total = 0 if BUILTIN in paths else sum(map(os.path.getsize, paths))
     with progress_bar(visible=total > 0, total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
         for text in itertools.chain.from_iterable(

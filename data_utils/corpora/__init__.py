@@ -8,7 +8,7 @@ texts of word-level benchmarks back to ordinary text.
     {"wikipedia": {"files": ["data/wikipedia/wikidump_lines.json"], "text_key": "text"}}
 
 The JSON file is $MEGATRON_CORPORA if it is set, otherwise data/corpora.json in the current folder or in this checkout.
-Paths in it are relative to the current folder, as on the command line. `text_key` is optional.
+Paths in the file are relative to the current folder, as on the command line. `text_key` is optional.
 """
 
 import contextlib
@@ -315,8 +315,8 @@ def read_items(content: Iterable[bytes], path: str) -> Iterator[Any]:
 
 
 def json_object(line: Any) -> dict[str, Any]:
-    """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError for anything
-    else."""
+    """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError for
+    any other JSON value."""
     try:
         item = json.loads(line.decode("utf-8-sig")) if isinstance(line, bytes) else line
     except RecursionError:

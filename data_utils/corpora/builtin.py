@@ -1,9 +1,9 @@
 """The built-in corpus, `--train-data builtin`: about 4 MB of English that every installation has.
 
-It is the prose in the docstrings of Python's standard library, of torch and of the packages that torch needs, and the
-language topics of `pydoc_data`. A regular expression finds the docstrings in the sources; no module is imported. A
-paragraph that shares RUN words in a row with an earlier one is left out, so no split contains text of another split.
-The text differs a little between versions of Python and torch, so results name the hash of the corpus.
+The corpus is the prose in the docstrings of Python's standard library, of torch and of the packages that torch needs,
+and the language topics of `pydoc_data`. A regular expression finds the docstrings in the sources; no module is
+imported. A paragraph that shares RUN words in a row with an earlier one is left out, so no split contains text of
+another split. The text differs a little between versions of Python and torch, so results name the hash of the corpus.
 """
 
 import ast
@@ -46,7 +46,7 @@ MARKS = tuple(
 )
 BEGINS = re.compile(r"""["'“‘(]?[A-Z]""")
 ENDS = re.compile(r"""[.!?:]["'”’)]*$""")
-# A line with one of these is not prose, but code, a table, a grammar or a remark.
+# A line with one of these characters is not prose, but code, a table, a grammar or a remark.
 FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")
 PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”’)\]]*[.,;:!?]*["'”’)\]]*$""")
 
@@ -108,7 +108,7 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
             except (OSError, ValueError):
                 continue
             if relative.as_posix() == "pydoc_data/topics.py":
-                # The file has one dictionary: the names of the help topics and their texts.
+                # topics.py has one dictionary: the names of the help topics and their texts.
                 for topics in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)):
                     yield from ((f"topic {name}", [str(text)]) for name, text in ast.literal_eval(topics).items())
             else:
@@ -127,7 +127,7 @@ def prose(text: str) -> Iterator[str]:
     """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:
-            continue  # Most strings are rejected here, which is quick.
+            continue  # Most strings fail this quick check.
         words = BULLET.sub("", " ".join(paragraph.split()))
         for pattern, plain in MARKS:
             words = pattern.sub(plain, words)

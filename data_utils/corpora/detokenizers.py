@@ -11,7 +11,7 @@ from functools import partial
 # The pairs (pattern, replacement) are applied one after the other.
 _WIKITEXT = (
     ("s '", "s'"),
-    # The next pairs restore numbers and punctuation, which WikiText sets apart.
+    # The next pairs restore numbers and punctuation, which WikiText surrounds with spaces.
     (" @-@ ", "-"),
     (" @,@ ", ","),
     (r" @\.@ ", "."),

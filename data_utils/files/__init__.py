@@ -18,7 +18,7 @@ The versions of all formats that this project writes to disk and reads again:
 | tokenised text | the cache folder, within a pair's name | 1 | none | the text is tokenised again |
 | a web-text manifest | OUTPUT/manifests/NAME.json, "format" | 2 | 1: the step runs again | the step runs again |
 
-A tokenizer's folder has no version, because the files of each kind of tokenizer keep their format. Its metadata is in
+A tokenizer's folder has no version, because the files of each kind of tokenizer keep their format. The metadata is in
 tokenizer_facts.json; in older folders the file is called tokenizer.json, which is still read. Raise a version when
 older programs cannot read the new format, and describe in the table what happens to older files.
 """
@@ -49,8 +49,8 @@ STEP_MANIFEST_VERSION = 2
 
 CHECKSUM_ENTRY = ',\n "sha256": "'
 END = b'"}\n'  # the last bytes of a manifest that has one line per entry
-MAX_CONFIG_BYTES = 2 << 20  # A run's config.json has at most this size. It usually takes some KB.
-# A manifest has at most this size. It takes about 100 bytes for each GB of tokens and each input file.
+MAX_CONFIG_BYTES = 2 << 20  # Larger config.json files are refused. The file usually takes some KB.
+# Larger manifests are refused. A manifest takes about 100 bytes for each GB of tokens and each input file.
 MAX_MANIFEST_BYTES = 1 << 30
 HASH_BYTES = 1 << 18  # A block of this size fits into the processor's cache.
 SAFETENSORS_ALIGNMENT = 8
@@ -144,8 +144,8 @@ def rename_old(path: Path) -> Path:
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append `line` to a file of lines, in one write, so that no reader sees half of it. If a crash has cut off the
-    last line, the new one still begins on a separate line. Raises OSError if `path` is a symbolic link."""
+    """Append `line` to a file of lines, in one write, so that no reader sees half a line. If a crash has cut off the
+    last line, the new line still begins on a separate line. Raises OSError if `path` is a symbolic link."""
     with open(path, "a+b", buffering=0, opener=no_follow) as file:
         size = file.seek(0, os.SEEK_END)
         is_cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
@@ -244,7 +244,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError for anything else."""
+    """Parse a JSON object. Raises ValueError if `data` is not a JSON object."""
     try:
         value = parse_json(data)
     except RecursionError as error:
@@ -443,7 +443,7 @@ def user_cache_dir() -> Path:
     """Return $XDG_CACHE_HOME/gpt2-model-parallel, or ~/.cache/gpt2-model-parallel. The folder may not exist.
 
     If the home does not exist or is not this user's, as in some containers, the folder is in a temporary folder that
-    only this user can enter. Raises ValueError if another user has made or can change it.
+    only this user can enter. Raises ValueError if another user has made or can change the folder.
     """
     user, cache = os.getuid(), os.environ.get("XDG_CACHE_HOME")
     home = Path(os.path.expanduser("~"))

@@ -3,9 +3,10 @@
 A checkpoint from someone else may be hostile, and Python's unpickler calls any function that a file names. A subclass
 with a restricted `find_class` is still unsafe: it allocates the sizes that a file claims, spends years on hashing
 nested keys, and crashes at a deeply nested tuple. The reader here builds only dictionaries, lists, tuples, strings,
-numbers, and `PickledObject` for the classes that its caller allows. It imports and calls nothing, and refuses every
-other name. The size of the file and a maximum number of instructions limit what the reader builds. It supports the
-instructions of protocols 2 to 5 that dictionaries of data need."""
+numbers, and `PickledObject` for the classes that its caller allows. The reader imports and calls nothing, and refuses
+every other name. The size of the file and a maximum number of instructions limit what the reader builds. The reader
+supports the instructions of protocols 2 to 5 that dictionaries of data need.
+"""
 
 import re
 import struct
@@ -24,7 +25,7 @@ NO_NAMES = re.compile("(?!)")
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """A placeholder for an object whose class the file names. It has only the object's arguments and state."""
+    """A placeholder for an object whose class the file names. The placeholder has only the arguments and the state."""
 
     name: str
     args: Any = ()
@@ -46,7 +47,8 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     budget: int = BUDGET,
 ) -> tuple[Any, int]:
-    """Read the pickle from byte `at` of `data`, at most to `end`. Return the object and the index of the next byte.
+    """Read the pickle from byte `at` of `data`, at most to `end`. Return the object and the index of the byte after the
+    pickle.
 
     names: a pattern of the allowed classes and functions, "module.name", which become `PickledObject`.
     values: other allowed names, and the object for each of them.

@@ -62,7 +62,7 @@ from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
 
 @dataclass(frozen=True)
 class PreprocessingJob:
-    """The options of `preprocess`. A ValueError names the flag.
+    """The options of `preprocess`. Raises ValueError, which names the flag, for a wrong option.
 
     tokenizer: arguments of `build_tokenizer`.
     """

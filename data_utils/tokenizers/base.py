@@ -22,7 +22,7 @@ from data_utils.files import atomic_write, file_lock, fingerprint_of, make_folde
 from data_utils.files.restricted_pickle import read_pickle
 
 METADATA_FILE = "tokenizer_facts.json"
-# The file's name in old checkpoints; HF tokenizers uses that name for another file.
+# the name of the metadata file in old checkpoints; HF tokenizers uses this name for another file
 OLD_METADATA_FILE = "tokenizer.json"
 CHARACTERS_FILE = "characters.json"
 MODEL_FILE = "sentencepiece.model"
@@ -223,7 +223,7 @@ class SentencePieceTokenizer(Tokenizer):
         for number, part in enumerate(text.split(SPACE) if self._mark else [text]):
             if number and self._mark:
                 ids += self._mark
-            # Encode in parts, because the library's memory grows with the length of its input.
+            # Encode in parts, because the memory of SentencePiece grows with the length of its input.
             for piece in split_text(part, 1 << 16):
                 ids += self._model.encode(piece)
         return ids

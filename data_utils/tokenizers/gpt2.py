@@ -92,7 +92,8 @@ class Gigatoken:
     def __call__(self, data: bytes) -> np.ndarray | None:
         if not data.isascii():
             for first, pattern in NEW_LETTER_BYTES.items():
-                if first in data and pattern.search(data):  # Finding a byte is ten times faster than the pattern.
+                # Finding one byte is ten times faster than finding the pattern.
+                if first in data and pattern.search(data):
                     return None
         self._left -= len(data)
         if self._left < 0:
@@ -104,7 +105,7 @@ class BytePairTokenizer(Tokenizer):
     """A byte-level BPE.
 
     ranked: the tokens in the order of training.
-    ids: their ids, below `vocab_size`.
+    ids: the id of each token, below `vocab_size`.
     files: names and contents of the files to save.
 
     Raises ValueError if tiktoken is not installed.
@@ -129,13 +130,14 @@ class BytePairTokenizer(Tokenizer):
 
     @functools.cached_property
     def _faster(self) -> Gigatoken | None:
-        """The encoder of gigatoken, or None if the package is missing, has a different release, or panics. It panics if
-        a token is not the result of merges. It is created for the first text, because many programs encode no text."""
+        """The encoder of gigatoken, or None if the package is missing, has a different release, or panics.
+        gigatoken panics if a token is not the result of merges. The encoder is created for the first text, because many
+        programs encode no text."""
         from importlib import metadata  # imported here, because the import takes 7 ms
 
         try:
             return Gigatoken(self._ranked) if metadata.version("gigatoken").startswith(GIGATOKEN_RELEASE) else None
-        except BaseException as error:  # A panic of the library is not an Exception.
+        except BaseException as error:  # A panic of gigatoken is not an Exception.
             if not isinstance(error, ImportError) and type(error).__name__ != "PanicException":
                 raise
             return None
@@ -180,10 +182,10 @@ def _byte_strings(tokens: Sequence[str]) -> list[bytes]:
 
 
 def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
-    """Load the small BPE of the built-in corpus. `train_bpe` of `tools/train_tokenizer.py` learned it from the first
-    17/20 of the documents. The file lists the tokens in the order of their ids.
+    """Load the small BPE of the built-in corpus. `train_bpe` of `tools/train_tokenizer.py` learned the BPE from
+    the first 17/20 of the documents. The file lists the tokens in the order of their ids.
 
-    path: a copy (default: the shipped file).
+    path: the file (default: the shipped one).
     """
     path = path or Path(__file__).with_name(BUILTIN_FILE)
     with wrap_errors(path):

@@ -368,7 +368,7 @@ def test_samples_equal_megatron_core(
     for row, number in zip(found.tolist(), range(len(dataset)), strict=True):
         sample = expected[0][number]
         assert row == [*sample["tokens"].tolist(), int(sample["labels"][-1])]
-    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # The other splits have the same documents.
+    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # compare the lengths of both splits
         if held_out:
             lengths = their.dataset.sequence_lengths[their.indices]
             assert getattr(ours, name).num_tokens == lengths.sum() > 0
