@@ -122,33 +122,6 @@ IN_ORDER = SampleOrder(3000, 0, shuffle=False)
 ONE_RANK: dict[str, Any] = {"data_parallel_rank": 0, "data_parallel_size": 1}
 
 
-def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: int, micro: int, **more: Any) -> Any:
-    """Return the samples that all data-parallel ranks read in `steps` steps, in the global order."""
-    given = {"schedule": schedule, "micro_batch_size": micro, "data_parallel_size": ranks, **more}
-    loaders = [BatchLoader(dataset, order, data_parallel_rank=rank, **given) for rank in range(ranks)]
-    found = []
-    for _ in range(steps):
-        parts = [next(loader) for loader in loaders]  # Each rank gets [micro-batches * micro, seq_length + 1].
-        step = np.stack([part.reshape(-1, micro, part.shape[-1]) for part in parts], axis=1)
-        found.append(step.reshape(-1, step.shape[-1]))
-    for loader in loaders:
-        loader.close()
-    return np.concatenate(found)
-
-
-@pytest.mark.parametrize(
-    "schedule", [BatchSchedule.constant(8), BatchSchedule(((0, 4), (20, 8), (90, 16), (3000, 64)))], ids=str
-)
-def test_same_samples_for_any_number_of_ranks_and_after_a_resume(schedule: BatchSchedule) -> None:
-    first, order = schedule.samples_before_steps(400), SampleOrder(3000, 5)
-    whole = order(np.arange(first[-1]))  # more than one epoch
-    for ranks, micro, prefetch, begin in ((1, 4, 3, 0), (2, 2, 2, 0), (4, 1, 0, 0), (2, 4, 2, 5), (4, 2, 1, 6)):
-        given: dict[str, Any] = {"prefetch": prefetch, "consumed_samples": int(first[begin])}
-        assert (
-            read(Numbered(), order, 400 - begin, schedule, ranks, micro, **given).ravel() == whole[first[begin] :]
-        ).all()
-
-
 def test_errors_of_the_thread_reach_the_caller() -> None:
     class Failing(Numbered):
         def rows(self, indices: np.ndarray) -> np.ndarray:

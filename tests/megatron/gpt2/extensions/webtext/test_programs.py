@@ -3,7 +3,6 @@ programs in sequence on a simulated web."""
 
 from __future__ import annotations
 
-import hashlib
 import http.server
 import json
 import os
@@ -123,21 +122,6 @@ def test_results_without_a_network_are_not_recorded(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="is there a network"):
         program("download_urls", "urls.txt", "out")
     assert not list(Path("out").rglob("*.json*"))
-
-
-def file_hashes(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file, including manifests, except the empty locks and logs."""
-    files = [path for path in folder.rglob("*") if path.is_file() and {".lock", ".datatrove"}.isdisjoint(path.parts)]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-@pytest.mark.wide
-def test_datatrove_makes_the_same_bytes():
-    program("cleanup_dataset", "lines", "alone")
-    found = run("cleanup_dataset", "lines", "cluster", "--executor", "local", "--tasks", "2")
-    assert found.returncode == 0, found.stderr
-    assert "Processing done" in "".join(path.read_text() for path in Path().glob("cluster/.datatrove/logs/*"))
-    assert file_hashes(Path("cluster")) == file_hashes(Path("alone")) and "9 in, 9 out" in found.stdout
 
 
 def test_slurm(capsys: pytest.CaptureFixture[str]):
