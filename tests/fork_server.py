@@ -34,6 +34,7 @@ PROGRAMS = (
 )
 LIBRARIES = (
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "tiktoken",
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",

@@ -1,6 +1,6 @@
 """Every command of the README and of docs/ runs as printed, in a copy of the project. SHORTENED lists the commands that
-take too long for a test. Every entry of docs/how-to/troubleshooting.md names tests that exist; those that fit no other
-file are here."""
+take too long for a test. Every entry of docs/how-to/troubleshooting.md names tests that exist. Tests of entries that
+fit no other file are here."""
 
 from __future__ import annotations
 
@@ -92,11 +92,12 @@ SHORTENED = [
         "the small model has one layer, for one stage",
     ),
     (r"--search", f"{SHAPE} --ranks 2 --global-batch-size 2", "a minute for 512 ranks"),
+    (r"verify.py .* -- --model quickstart ", SHAPE, "the quickstart's model takes seconds in each layout"),
 ]
 
 
 def appended(line: str) -> str:
-    """Return the flags that shorten this command, or an empty string."""
+    """Return the flags of SHORTENED for a command, or an empty string."""
     return next((flags for pattern, flags, _ in SHORTENED if re.search(pattern, line)), "")
 
 
@@ -106,8 +107,8 @@ FIRST = [line for page, line in COMMANDS if page == "README.md" and "scripts/pre
 
 @pytest.fixture(scope="session")
 def reader(shared_folder: Path, python: WarmPython) -> Path:
-    """Return a clone with the files that the pages assume: texts, downloaded models, and the README's two checkpoints.
-    The test processes make it once and copy it."""
+    """Return a copy of the project with the files that the pages assume: texts, downloaded models, and the README's two
+    checkpoints. All test processes share this copy."""
 
     def make(folder: Path) -> None:
         make_project(folder)
@@ -165,7 +166,7 @@ def run(line: str, folder: Path, python: WarmPython) -> str:
     return ran.stdout
 
 
-# The tutorial's commands take as long as those of all how-to guides together.
+# The commands of this page take as long as those of all how-to guides together.
 LONG = {"docs/tutorials/gpt2-345m.md"}
 # On these pages, the block after a command shows its output.
 PRINTED = {"docs/explanation/memory.md", "docs/tutorials/distributed.md", "docs/tutorials/scaling.md"}
@@ -179,7 +180,7 @@ PRINTED = {"docs/explanation/memory.md", "docs/tutorials/distributed.md", "docs/
     ],
 )
 def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python: WarmPython, tmp_path: Path):
-    """Each page is independent. It only needs the checkpoints of the README's first two runs."""
+    """A page does not need other pages, except the checkpoints of the README's first two runs."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     printed = {}
     for line in (line for of, line in COMMANDS if of == page):
@@ -190,7 +191,7 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
             continue  # `reader` has already run it.
         needs_vocabulary = "345m" in page or ("345m" in line and "plan.py" not in line)
         if not TEST_DATA.is_dir() and ("download_gpt2_vocab" in line or needs_vocabulary):
-            continue  # The first command needs a network, the second one the files that the first one downloads.
+            continue  # The download needs a network, and the other commands need the downloaded files.
         printed[line] = run(line, tmp_path / "project", python)
     if page in PRINTED:
         shown = re.findall(r"^```bash\n(.*?)^```\n\n```\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
@@ -219,7 +220,7 @@ def check_printed(block: str, output: str) -> None:
         ), f"{shown}\nis not in\n{output}"
 
 
-# {program that a cell starts: lines that it prints}
+# {program that a cell of a notebook starts: a pattern in the program's output}
 CELL_OUTPUT = {
     "pretrain_gpt2.py": r"saved checkpoints/\w+/iter_00000",
     "tools/plan.py": r"\n  all +\d",
@@ -232,7 +233,7 @@ CELL_OUTPUT = {
 def test_the_notebooks_print_what_they_show(
     reader: Path, python: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: str, checks: int
 ):
-    """The cells are plain Python, so that the test runs them without Jupyter."""
+    """The cells of the notebooks are plain Python, so the test needs no Jupyter."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / "project" / "examples"
     for name, value in (("OMP_NUM_THREADS", "1"), ("XDG_CACHE_HOME", str(tmp_path))):
@@ -319,7 +320,7 @@ ROOMS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", 
 
 
 def test_every_path_that_is_named_exists():
-    """This checks all paths in backquotes on the pages, and files of the project that the sources name."""
+    """Check all paths in backquotes on the pages, and the files of the project that the sources name."""
     rooms = "|".join(ROOMS)
     pages = {ROOT / page: text for page, text in PAGES.items()}
     pages[ROOT / "CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()
@@ -352,7 +353,7 @@ def test_a_figure_is_what_its_script_draws(script: Path):
 
 
 PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
-# the title and the text of each entry
+# the title and the text of each entry of troubleshooting.md
 ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
 
 
@@ -360,13 +361,13 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("title, text", ENTRIES, ids=[title for title, _ in ENTRIES])
-def test_every_entry_names_tests_that_exist(title: str, text: str):
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    assert named, f"{title}: no test shows it"
-    for file, name in named:
-        assert name.startswith("test_") and name in functions(ROOT / file), f"{title}: {file}::{name}"
-    assert text.count("::") == len(named), f"{title}: a test is named in another form"
+def test_every_entry_names_tests_that_exist():
+    assert len(ENTRIES) > 15
+    for title, text in ENTRIES:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+        assert named and text.count("::") == len(named), f"{title}: it names no test, or names one in another form"
+        for file, name in named:
+            assert name.startswith("test_") and name in functions(ROOT / file), f"{title}: {file}::{name}"
 
 
 # ----------------------------------------------------------------------------------------------- install and launch
@@ -380,36 +381,24 @@ PROGRAM = [
 
 
 def test_nothing_has_to_be_built():
+    """No source needs a compiler or a library of CUDA kernels, or imports a private module of torch, which a later
+    torch may lack. torch's documentation names the private module `torch.utils._python_dispatch`."""
     assert len(PROGRAM) > 100
     assert {path.suffix for path in PROGRAM} & {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so"} == set()
     for path in (path for path in PROGRAM if path.suffix == ".py"):
         for name in imported(path):
             built = {"apex", "amp_C", "transformer_engine", "flash_attn", "deepspeed"} & {name.split(".")[0]}
             assert not built and "cpp_extension" not in name, f"{path} imports {name}"
-
-
-def test_no_module_of_torch_that_may_vanish():
-    """torch._six was removed in torch 2.0. torch's notes on extending PyTorch name the module of TorchDispatchMode."""
-    for path in (path for path in PROGRAM if path.suffix == ".py"):
-        for name in imported(path):
             private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
             assert not private or name.startswith("torch.utils._python_dispatch"), f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("words", [["--local-rank=1"], ["--local_rank=1"], ["--local_rank", "1"]])
-def test_the_launchers_local_rank_changes_nothing(words: list[str]):
-    assert parse([*SMALL, *words]).config == parse(SMALL).config
+def test_the_launchers_local_rank_changes_nothing():
+    for words in (["--local-rank=1"], ["--local_rank", "1"]):
+        assert parse([*SMALL, *words]).config == parse(SMALL).config
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return flags for files in GPT-2's format with 256 bytes and an end of document."""
-    folder = tmp_path_factory.mktemp("vocabulary")
-    write_byte_vocabulary(folder / "vocab.json", folder / "merges.txt")
-    return ["--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt"]
 
 
 def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -430,8 +419,11 @@ def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, caps
     assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
 
 
-def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary: list[str]):
-    """The conversion refuses the file, or training does if the conversion got no file."""
+def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path):
+    """The conversion refuses a vocabulary of 257 tokens for a model of 101. Training does if the conversion got
+    none."""
+    write_byte_vocabulary(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    vocabulary = ["--vocab-file", f"{tmp_path}/vocab.json", "--merge-file", f"{tmp_path}/merges.txt"]
     write_megatron(tmp_path / "theirs", random_weights(), "flat", args=False)
     words = [str(tmp_path / "theirs"), *"--to native --num-attention-heads 4 --vocab-size 101".split()]
     checkpoint = tool("checkpoint")

@@ -72,7 +72,7 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
-    """Yield full dotted names of imports. `from a import b` gives a.b, because b may be a module."""
+    """Yield the full dotted names that `nodes` import. `from a import b` gives a.b, because b may be a module."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -107,45 +107,34 @@ def at_load(node: ast.AST) -> Iterator[ast.AST]:
             yield from at_load(child)
 
 
-@pytest.mark.parametrize(
-    "package, allowed",
-    {"mpu": {"mpu", "torch"}, "data_utils": {"data_utils"}, "megatron": {*PACKAGES, "torch"}}.items(),
-)
-def test_packages_import_only_their_allowed_packages(package: str, allowed: set[str]) -> None:
-    """`data_utils` needs no torch: a rank is a plain integer there."""
-    for path in sources(package):
-        others = roots(imported(path)) & {*OURS, "torch"} - allowed
+# Triton is a part of torch's GPU builds and is loaded only there.
+TRITON = ROOT / "mpu" / "kernels" / "in_triton.py"
+
+
+def test_packages_import_only_their_allowed_packages() -> None:
+    """`data_utils` needs no torch: a rank is a plain integer there. `mpu` needs only torch, and numpy for dropout,
+    because torch has no counter-based generator for a CPU."""
+    for path in (path for package in PACKAGES for path in sources(package)):
+        package = path.relative_to(ROOT).parts[0]
+        if package == "mpu":
+            more = {"triton"} if path == TRITON else {"numpy"} if path.name == "dropout.py" else set()
+            others = roots(imported(path)) - {*sys.stdlib_module_names, "torch", "mpu", *more}
+        else:
+            allowed = {"data_utils"} if package == "data_utils" else {*PACKAGES, "torch"}
+            others = roots(imported(path)) & {*OURS, "torch"} - allowed
         assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 
-def is_triton(path: Path) -> bool:
-    """Return True for the file of Triton's kernels. Triton is part of torch's GPU builds and is loaded only there."""
-    return path == ROOT / "mpu" / "kernels" / "in_triton.py"
-
-
-def test_mpu_needs_only_torch() -> None:
-    """torch has no counter-based generator for a CPU, so dropout uses numpy's."""
-    for path in sources("mpu"):
-        more = {"triton"} if is_triton(path) else {"numpy"} if path.name == "dropout.py" else set()
-        allowed = {*sys.stdlib_module_names, "torch", "mpu", *more}
-        others = roots(imported(path)) - allowed
-        assert not others, f"{path.relative_to(ROOT)} imports {others}"
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_training_imports_torch_numpy_safetensors_only(package: str) -> None:
-    """The rule holds for the program that trains. Other programs may import what they need."""
+def test_training_imports_torch_numpy_safetensors_only() -> None:
+    """The rule is about the program that trains. Other programs may import other libraries."""
     allowed = {*sys.stdlib_module_names, *PACKAGES, "torch", "numpy", "safetensors"}
-    programs = ROOT / "megatron" / "gpt2" / "commands"
-    for path in sources(package):
-        if programs in path.parents and path.name != "pretrain_gpt2.py" or is_triton(path):
+    for path in (path for package in PACKAGES for path in sources(package)):
+        is_other_program = "commands" in path.parts and path.name != "pretrain_gpt2.py"
+        if is_other_program or "extensions" in path.parts or path == TRITON:
             continue
-        if "extensions" in path.parts:
-            continue
-        others = roots(set(imports(at_load(tree_of(path)), path))) - allowed
+        names = set(imports(at_load(tree_of(path)), path))
+        others = (roots(names) - allowed) | {name for name in names if "in_triton" in name}
         assert not others, f"{path.relative_to(ROOT)} imports {others} when it is loaded"
-        of_triton = [name for name in imports(at_load(tree_of(path)), path) if "in_triton" in name]
-        assert not of_triton, f"{path.relative_to(ROOT)} imports {of_triton} when it is loaded"
 
 
 def part_of(path: Path, package: str) -> str:
@@ -157,21 +146,21 @@ def violations(package: str, levels: list[str]) -> list[str]:
     """Return imports that do not go to a lower level, and parts of the package without a level."""
     level_of = {part: number for number, parts in enumerate(levels) for part in parts.split()}
     prefix = package.replace("/", ".") + "."
-    found = []
+    wrong = []
     for path in sources(package):
         here = part_of(path, package)
         if here == "__init__":  # An `__init__.py` is above all levels.
             continue
         if here not in level_of:
-            found.append(f"{path.relative_to(ROOT)} is on no level")
+            wrong.append(f"{path.relative_to(ROOT)} is on no level")
             continue
         for name in sorted(imported(path)):
             there = name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else here
             if there not in level_of:
-                found.append(f"{path.relative_to(ROOT)} imports {name} from the package: import it from its module")
+                wrong.append(f"{path.relative_to(ROOT)} imports {name} from the package: import it from its module")
             elif there != here and level_of[there] >= level_of[here]:
-                found.append(f"{path.relative_to(ROOT)} imports {name}, which is on no level below it")
-    return found
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}, which is on no level below it")
+    return wrong
 
 
 @pytest.mark.parametrize("package", LEVELS)
@@ -221,13 +210,13 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-# The number of files that the training program imports, including imports inside functions. It may only decrease.
+# Training imports at most this number of files, including imports inside functions. The limit may only decrease.
 TRAINING_IMPORTS = 90
 
 
 def test_what_training_imports() -> None:
-    """The files are few enough to read, no extension is among them, and no file of the project imports itself
-    indirectly. hooks.py loads an extension if a flag needs it."""
+    """Training imports few files and no extension. No file imports itself indirectly. hooks.py loads an extension if a
+    flag needs it."""
     start = "megatron.gpt2.commands.pretrain_gpt2"
     graph = import_graph()
     found = reachable(graph, start) | {start}
@@ -244,8 +233,8 @@ OTHER_TRAIN_FILES = ["evaluate", "start_and_end", "resume_equivalence", "not_fin
 
 
 def test_the_list_of_the_core() -> None:
-    """The list begins with a training step and the objects that it uses, ends with the start of a run, and names all
-    other files that the listed files import. The page of `megatron/gpt2/train` has the same order."""
+    """CONTRIBUTING's list begins with a training step and its objects, and ends with the start of a run. It names all
+    other files that the listed files import. The docstring of `megatron/gpt2/train` has the same order."""
     train = [Path(file).stem for file in CORE if "/train/" in file]
     assert CORE[0] == "megatron/gpt2/train/train_step.py" and train[1:3] == ["trainer", "train_state"]
     assert train[-2:] == ["setup", "loop"]
@@ -264,16 +253,15 @@ def test_the_list_of_the_core() -> None:
     assert len(used) > 20 and named == used, "CONTRIBUTING's list of what else the core uses is not this"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_pickle(package: str) -> None:
-    for path in sources(package):
+def test_no_pickle() -> None:
+    for path in (path for package in PACKAGES for path in sources(package)):
         tree = tree_of(path)
         # nanogpt_and_dcp.py writes nanoGPT's meta.pkl. The rule below keeps it from reading one.
         assert "pickle" not in roots(imported(path)) or path.name == "nanogpt_and_dcp.py", f"{path} imports pickle"
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         bad = called & {"torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.Unpickler", "eval", "exec"}
         if path.name in ("megatron.py", "nanogpt_and_dcp.py", "torch_dist.py"):
-            bad -= {"torch.save"}  # The format that it writes is a pickle.
+            bad -= {"torch.save"}  # These files write formats that are pickles.
         assert not bad, f"{path.relative_to(ROOT)} calls {bad}"
         keywords = {(node.arg, ast.unparse(node.value)) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
         bad_keywords = keywords & {("weights_only", "False"), ("allow_pickle", "True")}
@@ -281,10 +269,10 @@ def test_no_pickle(package: str) -> None:
 
 
 def test_entry_points_only_open_a_program() -> None:
-    """`tasks/` only has the one name that Megatron v1 and v2 had."""
+    """`tasks/` has only main.py, a name that Megatron v1 and v2 had."""
     assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]
     for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
-        if path.name == "checkout.py":  # The files next to it import `run` from it.
+        if path.name == "checkout.py":  # The other files in its folder import `run` from it.
             assert imported(path) == {"sys", "pathlib.Path", "megatron.gpt2.__main__.run"}
             continue
         assert imported(path) <= {"sys", "setuptools.setup", "checkout.run", "megatron.gpt2.__main__.run"}, path

@@ -1,5 +1,5 @@
-"""Each benchmark runs with small sizes, and its gates can fail. Tests run benchmarks as commands. The model of the
-step times of other programs has its errors on measured rows and published tables."""
+"""Each benchmark runs with small sizes, and its gates can fail. The model of step times keeps its accuracy on measured
+rows and published tables. Tests run benchmarks as commands."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def run(folder: Path, command: str, timeout: float = 300) -> tuple[int, str, dic
 
 def training_agrees(result: dict[str, Any]) -> None:
     assert max(result["gate"]["huggingface"].values()) < 1e-5
-    for name, orders in (("ours eager", [0, 3]), ("HF eager", [1, 2])):  # The order is mirrored.
+    for name, orders in (("ours eager", [0, 3]), ("HF eager", [1, 2])):  # The arms run in the order A B B A.
         entry = result["arms"][name]
         assert [visit["order"] for visit in entry["visits"]] == orders and entry["gate"].startswith("agrees")
         assert entry["summary"]["step_s"]["n"] == 4 and len(entry["visits"][0]["step_s"]) == 2
@@ -117,17 +117,11 @@ def texts_are_equal(result: dict[str, Any]) -> None:
 def first_minutes_are_complete(result: dict[str, Any]) -> None:
     cases = {name: stage["cases"] for name, stage in result["stages"].items()}
     assert list(cases) == "machine expandable modes tests steps kernels tables".split()
-    modes, tables = cases["modes"], cases["tables"]
-    assert len(modes) == 4 and not any(mode["waits"] for mode in modes.values())
-    assert modes["bf16"]["loss"] == pytest.approx(modes["compiled"]["loss"], rel=1e-3)
-    assert cases["machine"]["product for 10 s"]["tflops"]["median"] > 0
-    assert cases["expandable"]["allocation"]["settings"] == "expandable_segments:True"
-    assert tables["attention, 345M, forward and backward, dropout 0.1: formula"]["ms"] > 0
-    assert tables["cross-entropy, 345M: 64 tokens"]["ms"] > 0
+    assert len(cases["modes"]) == 4 and not any(mode["waits"] for mode in cases["modes"].values())
+    assert cases["modes"]["bf16"]["loss"] == pytest.approx(cases["modes"]["compiled"]["loss"], rel=1e-3)
     assert all(kernels["parts_ms"]["attention"] > 0 for kernels in cases["kernels"].values())
-    step = cases["steps"]["345M"]
-    assert step["tokens_per_s"] > 0 and step["expected_peak_gb"] > 0 and step["mfu"] is None, "there is no GPU"
-    assert cases["tests"]["pytest"]["counts"].keys() == {"SKIPPED"}
+    assert cases["steps"]["345M"]["tokens_per_s"] > 0
+    assert cases["tests"]["pytest"]["counts"].keys() == {"SKIPPED"}, "there is no GPU"
 
 
 SMOKE: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -137,7 +131,7 @@ SMOKE: dict[str, Callable[[dict[str, Any]], object]] = {
     "checkpoint.py": lambda result: min(result["ratios"].values()) > 0 or pytest.fail("no ratio"),
     "data.py --only loading": lambda result: result["loading"]["times_nanogpt"] > 1 or pytest.fail("slower"),
     "memory.py": lambda result: 0.9 < result["runs"][0]["ratio"] < 1.1 or pytest.fail(f"{result}"),
-    # The tolerance is wide, because the planner is less exact for the program itself, and the model is small.
+    # The tolerance is wide, because the planner is less exact for whole processes of a small model.
     "memory.py --stages": lambda result: (
         all(0.8 < stage["ratio"] < 1.25 for stage in result["runs"][0]["stages"]) or pytest.fail(f"{result}")
     ),
@@ -160,24 +154,19 @@ def test_a_different_peer_is_not_timed(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(WRONG_MODEL)
     code, output, result = run(tmp_path, f"train.py --preset cpu --nanogpt {tmp_path} --arms 'nanoGPT eager'")
     assert code == 1 and "THE GATE FAILED" in output
-    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # Only the tanh form differs.
+    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # The only difference is the tanh form of GELU.
     assert result["arms"]["nanoGPT eager"]["visits"] == [], "timed although the gate failed"
 
 
 @pytest.mark.slow
 def test_recorded_cases_are_not_measured_again(tmp_path: Path) -> None:
-    """Recorded cases are skipped. Results of different versions are moved to a different file."""
+    """A second run skips recorded cases. A file of other versions is renamed."""
     part, first = "gpu_first_minutes.py --stages machine", tmp_path / "first_minutes.json"
     before = run(tmp_path, part)[2]["stages"]["machine"]["cases"]
     _, output, result = run(tmp_path, part)
     assert "machine: already measured" in output and result["stages"]["machine"]["cases"] == before
     first.write_text(json.dumps({**result, "versions": {}}))
     assert "machine: versions:" in run(tmp_path, part)[1] and (tmp_path / "first_minutes.other.json").exists()
-
-
-ROOT = Path(__file__).resolve().parents[2]
-COLUMNS = "global_batch micro_batch hidden_size attention_heads layers sequence_length tensor_parallel data_parallel "
-ROW = dict(zip(f"{COLUMNS}pipeline_parallel".split(), (16, 2, 1024, 16, 24, 1024, 2, 2, 2), strict=True))
 
 
 def step_times(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -205,18 +194,12 @@ def test_published_tables_are_met_with_the_same_constants_of_the_gpu() -> None:
         assert max(abs(row["error"]) for row in rows) < (0.03 if "2020" in title else 0.06), title
 
 
-@pytest.mark.parametrize(
-    "line, milliseconds, words",
-    [
-        ("rows.csv --cluster unknown", "220", ["--cluster unknown", "a100"]),
-        ("rows.csv", "soon", ["rows.csv, line 2", "ms_per_iteration"]),
-        ("missing.csv", "220", ["missing.csv"]),
-    ],
-)
-def test_bad_input_ends_in_one_line(line: str, milliseconds: str, words: list[str], tmp_path: Path) -> None:
-    row = {**ROW, "ms_per_iteration": milliseconds}
-    (tmp_path / "rows.csv").write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
-    name, *flags = line.split()
-    done = step_times(tmp_path / name, *flags)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert all(word in done.stderr for word in words)
+def test_bad_input_ends_in_one_line(tmp_path: Path) -> None:
+    columns = (
+        "global_batch,micro_batch,hidden_size,attention_heads,layers,sequence_length,tensor_parallel,data_parallel,"
+    )
+    rows = tmp_path / "rows.csv"
+    for ms, flags, message in (("soon", [], "rows.csv, line 2: ms_per"), ("1", ["--cluster", "x"], "--cluster x")):
+        rows.write_text(f"{columns}pipeline_parallel,ms_per_iteration\n16,2,1024,16,24,1024,2,2,2,{ms}\n")
+        done = step_times(rows, *flags)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr
