@@ -1,4 +1,4 @@
-"""Tests that need a GPU: its kernels compute the same results, and training does not wait for it between log lines."""
+"""Tests that need a GPU: models, kernels and NCCL compute the results of a CPU, within rounding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 import mpu
 from megatron.gpt2.device import ATTENTION_BACKENDS, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
-from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from mpu.attention import core_attention
 from mpu.kernels import seeded_dropout
@@ -79,38 +78,6 @@ def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: str):
     assert seen[0]["loss"][0] - seen[0]["loss"][-1] > 0.3, "the run must learn something"
     assert not any(seen[1]["skipped"])
     assert seen[1]["loss"] == pytest.approx(seen[0]["loss"], rel=2**-8)
-
-
-def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
-    trainer = on_gpu(folder, f"--precision fp16 --initial-loss-scale {2.0**40}")
-    seen = steps(trainer, 40)
-    finish(trainer)
-    assert seen["skipped"][0] and not seen["skipped"][-1] and seen["scale"][-1] < 2.0**40
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--attention-dropout 0.1 --hidden-dropout 0.1",
-        "--compile --attention-dropout 0.1 --hidden-dropout 0.1",
-        "--precision fp16 --micro-batch-size 2 --global-batch-size 4",
-        "--reset-position-ids --reset-attention-mask",
-    ],
-)
-def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: str):
-    trainer = on_gpu(folder, f"--precision bf16 {flags}")
-    for _ in range(3):
-        train_step(trainer)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            train_step(trainer)
-            trainer.progress.iteration += 1
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    finish(trainer)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
