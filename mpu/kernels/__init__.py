@@ -130,7 +130,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def add_rows_(total: Tensor, rows: Tensor, gradients: Tensor) -> None:
-    """total[rows[i]] += gradients[i] for each i: [v, h] float32, [t] int64, [t, h]. The order of the sums is fixed."""
+    """total[rows[i]] += gradients[i] for each i: [v, h] float32, [t] int64, [t, h]. The order of summation is fixed."""
     if total.is_cuda:
         # index_put_ adds the gradients of a row one after the other, which takes 1 ms for 32k tokens of text. The
         # backward pass of an embedding adds them in parallel.
@@ -142,7 +142,7 @@ def add_rows_(total: Tensor, rows: Tensor, gradients: Tensor) -> None:
 def gelu_tanh(x: Tensor) -> Tensor:
     """½x(1 + tanh(√(2/π)(x + 0.044715x³))), GPT-2's activation. Any shape."""
     if x.is_cpu and torch.compiler.is_compiling():
-        # With sigmoid instead of tanh: the compiled exp takes half the time of the compiled tanh.
+        # Written with sigmoid, because a compiled exp takes half the time of a compiled tanh.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
     return F.gelu(x, approximate="tanh")
 
@@ -157,7 +157,7 @@ def causal_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) 
     """softmax(QKᵀ/√d, keys up to the query's position) V for each head, with dropout of the probabilities.
 
     qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. The result is [s, b, n·d].
-    bias: see `split_qkv`. It must be None unless `has_fused_layer(qkv)`.
+    bias: see `split_qkv`; None unless `has_fused_layer(qkv)`.
     """
     if uses_amx(qkv) and dropout_p == 0 and torch.is_grad_enabled() and bias is None:
         return attention_with_blockwise_backward(qkv)

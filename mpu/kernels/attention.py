@@ -1,5 +1,6 @@
 """Causal attention by torch's fused kernels and, on a CPU, by two kernels that compute a block of queries at a time, as
-FlashAttention does (arXiv:2205.14135). The first is a backward pass. The second has both passes, with seeded dropout.
+FlashAttention does (arXiv:2205.14135). The first kernel computes only the backward pass. The second kernel computes
+both passes, with seeded dropout.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
@@ -29,20 +30,21 @@ from mpu.kernels.layer import split_qkv
 QUERY_BLOCK = 256
 # The number of queries in a block with seeded dropout. Changing this number changes the dropout masks.
 SEEDED_QUERY_BLOCK = 128
-# The number of scores that a core computes at once. They stay in the core's cache, so attention takes 10 % less time
-# than with the scores of all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many scores take 4 %
-# less time (8 samples of 256 tokens, 4 heads, bf16, one thread).
+# The number of scores that a core computes at once. These scores stay in the core's cache, so attention takes 10 % less
+# time than with the scores of all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many scores take
+# 4 % less time (8 samples of 256 tokens, 4 heads, bf16, one thread).
 SCORES = {QUERY_BLOCK: 3 << 18, SEEDED_QUERY_BLOCK: 3 << 19}
-# The longest sequence whose dropout probabilities are saved. For longer sequences these would need too much memory.
+# The longest sequence whose dropout probabilities are saved. Those of longer sequences need too much memory.
 SAVED_UP_TO = 512
 
 
 def fused_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. `bias` is described in
-    `split_qkv`.
+    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d].
 
     On a GPU, torch selects FlashAttention, cuDNN or a different kernel. A CPU uses this function without seeded
     dropout, unless `attention_with_blockwise_backward` is faster.
+
+    bias: see `split_qkv`.
     """
     if qkv.is_cuda or bias is not None:
         q, k, v = split_qkv(qkv, bias)
@@ -68,8 +70,8 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     cu_seqlens: int32, 0 and the cumulative lengths.
     longest: the largest length.
 
-    torch has no other kernel for cumulative lengths. It computes all documents in one launch, without a mask tensor. On
-    an H200 a training step of two layers gives the loss and the gradient norm of a CPU.
+    `varlen_attn` is torch's only kernel for cumulative lengths. It computes all documents in one launch, without a mask
+    tensor. On an H200 a training step of two layers gives the loss and the gradient norm of a CPU.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -80,17 +82,17 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of attention scores: `dtype` if the processor has products in it, else float32."""
+    """Return the dtype of attention scores: `dtype` if the processor multiplies matrices in `dtype`, else float32."""
     return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and cpu_features.HAS_AMX) else torch.float32
 
 
 def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d].
 
-    This is for a CPU with AMX in bf16, on which it is faster than torch 2.13's fused kernel (times: `cpu_features.py`).
+    On a CPU with AMX this function is faster in bf16 than torch 2.13's fused kernel (times: `cpu_features.py`).
     Backward computes the scores of a block of queries again, in bf16. FlashAttention uses float32. Therefore the
     rounding error grows with the scores: the error of the queries' gradient is 0.4 % if the largest score is 4, and
-    1.6 % if it is 30. With torch's fused kernel it is 0.25 and 0.45 %.
+    1.6 % if it is 30. With torch's fused kernel these errors are 0.25 and 0.45 %.
     """
     out: Tensor = _BlockwiseAttention.apply(qkv, 0, None, 0, 0, 0)
     return out
@@ -107,8 +109,8 @@ def seeded_attention(
     first_head: the index of this rank's first head.
     first_position: the first position of qkv in its sample, which selects the part of the mask.
 
-    Backward computes the masks of a block again and, for sequences of more than SAVED_UP_TO tokens, the scores. So no
-    mask is saved, and for long sequences nothing of size [s, s]. Without AMX, bf16 is computed in float32. Time of
+    Backward computes the masks of a block again and, for sequences of more than SAVED_UP_TO tokens, the scores. No
+    mask is saved and, for long sequences, no tensor of size [s, s]. Without AMX, bf16 is computed in float32. Time of
     forward and backward with AMX, one thread, 1,024 tokens, 12 heads: 115 ms in bf16 and 249 ms in float32. torch's
     formula with all scores in memory takes 455 and 465 ms (one run).
     """
@@ -118,7 +120,7 @@ def seeded_attention(
 
 
 class _BlockwiseAttention(torch.autograd.Function):
-    """Without seeds forward is torch's fused kernel. Backward always runs over blocks of queries."""
+    """Without seeds, forward calls torch's fused kernel. Backward always runs over blocks of queries."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, dropped: int, seeds: Tensor | None, *mask_args: int) -> Tensor:
@@ -201,7 +203,7 @@ def _backward(
 ) -> Tensor:
     """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv [s, b, n, 3, d].
 
-    saved_probabilities: one tensor for each block. If the list is empty, they are computed again.
+    saved_probabilities: one tensor for each block. If the list is empty, the probabilities are computed again.
     """
     s, b, n, _, d = qkv.shape
     drop = None

@@ -1,8 +1,9 @@
-"""Properties of the CPU that select kernels: its instructions for bf16 matrix products, and packed weights.
+"""The properties of the CPU that select kernels: its instructions for bf16 matrix products, and whether packed weights
+are faster.
 
 Measurements in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all three, showed that
-these properties decide every choice. Nothing is timed at start: the choice does not depend on the machine's load,
-and runs and ranks on the same kind of processor agree to the bit.
+these properties decide which kernel is the fastest. Nothing is timed at start, so the choice does not depend on the
+load of the machine, and ranks on the same kind of processor agree to the bit.
 
 Times of GPT-2 124M in ms, one thread of an Intel Xeon, the fastest run, 2026-11-22. "Without AMX" is the same processor
 with ONEDNN_MAX_CPU_ISA=AVX512_CORE.

@@ -2,7 +2,7 @@
 file is imported. A function with the name of an operator launches the kernel of the operator. The reference of the
 operator has the same name after an underscore, and describes the arguments.
 
-Dropout draws the masks of `dropout.py`. It reads and writes each element once.
+The dropout kernel draws the masks of `dropout.py`, and reads and writes each element once.
 
 The kernels of a layer are explained in `layer.py`. A kernel that reads or computes the gradient of a linear layer's
 output also sums this gradient, which gives the gradient of the bias. Each program sums its rows in float32, in an order
@@ -14,10 +14,10 @@ bf16), so when it reads the row again, the row is in the cache of the GPU:
     d logits = weight · (softmax(logits) - one-hot(target))
 
 The operations on lists of tensors (the sum of squares, AdamW, and gradients that are added to their buckets) take one
-launch for all tensors. A program computes one chunk of one tensor. It finds both in a table on the GPU, int64
-[2 + lists, tensors]: the number of each tensor's first chunk, its number of elements, and for each list the tensor's
-distance from the list's first tensor. Distances are counted in units of 16 elements, so that the compiler loads 16
-bytes at once.
+launch for all tensors. A program computes one chunk of one tensor, which it finds in a table on the GPU, int64
+[2 + lists, tensors]. For each tensor the table has the index of its first chunk, its number of elements and, for each
+list, its distance from the first tensor of the list. Distances are counted in units of 16 elements, so that the
+compiler loads 16 bytes at once.
 
 Times on an H200 (its copies reach 4.2 TB/s) for 32,768 tokens of GPT-2 345M in bf16, torch 2.11, 2026-11-26:
 
@@ -48,7 +48,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Kernels can read these numbers.
+# Kernels can read only global constants that are tl.constexpr.
 DROPOUT_BLOCKS = tl.constexpr(64)  # One Triton program computes this number of counter blocks: 1,024 elements.
 LAYER_STAGES = tl.constexpr(3)  # A program loads the rows of the next two iterations in advance.
 LAYER_TILE = tl.constexpr(2048)  # elements that a program has at once
@@ -61,7 +61,7 @@ CHUNK = tl.constexpr(16384)  # elements of a program
 LIST_BLOCK = tl.constexpr(1024)  # elements at a time
 
 DROPOUT_WARPS = 2  # Each thread computes one block.
-LAYER_PROGRAMS = 264  # These share the rows of a sum: two for each multiprocessor of an H100.
+LAYER_PROGRAMS = 264  # programs that share the rows of a sum: two for each multiprocessor of an H100
 LAYER_WARPS = LAYER_TILE.value // 512  # 16 elements for each thread, which are one block of random draws
 SUM_WARPS = 8
 LOSS_WARPS = 4
@@ -383,7 +383,9 @@ def bias_dropout_add_norm(
     out, shape = x.new_empty(0 if branch is None else x.shape), tile(h)
     rows = s * b if weight is not None else 0
     y = x.new_empty(x.shape if rows else 0)
-    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))  # Results may not share memory.
+    mean, rstd = (
+        x.new_empty(rows, dtype=torch.float32) for _ in range(2)
+    )  # An operator's results may not share memory.
     add_norm_kernel[(triton.cdiv(s * b, shape["ROWS"]),)](
         x, branch, bias, weight, norm_bias, seeds, out, y, mean, rstd,
         s * b, b, h, eps, first_position, *limit_and_scale(dropped),
@@ -444,7 +446,7 @@ def cross_entropy_kernel(
 ):  # fmt: skip
     """Compute one row of logits [c, v/tp].
 
-    stats: [3, c] float32. They are written if FIND_STATS, else read.
+    stats: [3, c] float32, which the kernel writes if FIND_STATS, and else reads.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * WIDTH
@@ -455,7 +457,7 @@ def cross_entropy_kernel(
         total = tl.full((), 0.0, tl.float32)
         for first in range(0, COLUMNS, LOSS_COLUMNS):
             at = first + block
-            # The mask of the load has whole 16 bytes, unlike the padding, which is replaced after it.
+            # The mask ends at whole groups of 16 bytes; padding columns, which may begin inside one, are replaced below.
             x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last")
             x = tl.where(at < COLUMNS, x.to(tl.float32), float("-inf"))
             larger = tl.maximum(largest, tl.max(x))
@@ -469,7 +471,7 @@ def cross_entropy_kernel(
         largest, total = tl.load(stats), tl.load(stats + tokens)
     if WRITE_GRADIENT:
         if FIND_STATS:
-            tl.debug_barrier()  # every thread has read the target's logit
+            tl.debug_barrier()  # After it, every thread has read the target's logit.
         factor = tl.load(token_weight + row)
         of_target = tl.where(tl.load(is_local + row), tl.load(target + row), -1)
         scale = factor / total
@@ -646,5 +648,5 @@ def adamw_(
     scalars = (steps[0], rate, grad_scale, found_inf, *shares, *logarithms, eps, weight_decay)
     launched = launch_on_lists(adamw_kernel, lists, *scalars, HAS_PARAM=bool(out_params))
     assert launched, "the optimizer's tensors begin at multiples of 64 elements of their buffers"
-    # A list, because the host would wait for the value of a single tensor.
+    # The increments are a list of tensors: for a single tensor the host would wait for its value.
     torch._foreach_add_(list(steps), [1 - found_inf] * len(steps))
