@@ -101,7 +101,7 @@ def is_plain(value: object) -> bool:
 
 
 def is_broken(error: Exception) -> bool:
-    """Return True if all later CUDA calls will fail. After an out-of-memory error they will not."""
+    """Return True if all later CUDA calls will fail. They work after an out-of-memory error."""
     return not isinstance(error, torch.cuda.OutOfMemoryError) and "CUDA error" in str(error)
 
 
@@ -130,8 +130,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def begin(path: Path, stages: list[str], *, smoke: bool, again: bool) -> None:
-    """Write the JSON for the stages. An earlier file of the same GPU and versions is kept, except stages to measure
-    again."""
+    """Write the JSON file for the stages. Results of an earlier file are kept if GPU and versions are the same, except
+    those of stages to measure again."""
     head: dict[str, Any] = {**harness.header("first minutes"), "smoke": smoke}
     known = harness.load_earlier(path, head, "smoke") or {"stages": {}}
     kept = {name: found for name, found in known["stages"].items() if not again or name not in stages}

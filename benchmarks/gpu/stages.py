@@ -150,7 +150,7 @@ def copies(cfg: StageConfig) -> dict[str, Any]:
 
 
 def allocation(cfg: StageConfig) -> dict[str, Any]:
-    """Allocate, fill and free 4 GiB two times. The second time, the allocator has the memory already."""
+    """Time the allocation of 4 GiB twice. The second allocation reuses the memory of the first one."""
     free_memory()
 
     def allocate() -> None:
@@ -174,7 +174,7 @@ DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 # Only dropout of hidden states has the same masks on a CPU.
 MODES = {"bf16": "", "compiled": "--compile", "dropout": "--hidden-dropout 0.1", "documents": DOCUMENTS}
 EXPECTED = harness.RESULTS / "first_minutes_expected.json"
-# The relative differences of bf16 on a CPU are at most 2⁻¹⁴ and 2⁻¹².
+# On a CPU, bf16 differs from fp32 by at most these relative differences: 2⁻¹⁴ and 2⁻¹².
 TOLERANCE = {"loss": 2**-11, "grad_norm": 2**-8}
 WATCHED_STEPS = 3  # number of steps
 
@@ -193,7 +193,7 @@ def build_mode(mode: str, workload: Workload, precision: str) -> train_worker.Ti
 
 
 def write_expected_losses(folder: Path) -> int:
-    """Write the first loss and gradient norm of each mode in fp32 on this CPU; returns the exit code."""
+    """Write the first loss and gradient norm of each mode in fp32 on this CPU. Return the exit code."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         cfg = StageConfig(smoke=False, scratch=scratch)
@@ -212,7 +212,7 @@ def small_workload(cfg: StageConfig) -> Workload:
 
 
 def measure_mode(mode: str, cfg: StageConfig) -> dict[str, Any]:
-    """Run two steps, then `WATCHED_STEPS` with recorded warnings, and as many timed ones."""
+    """Run two steps, then `WATCHED_STEPS` steps with recorded warnings, then as many timed steps."""
     training = build_mode(mode, cfg.with_tokens(small_workload(cfg)), "bf16")
     with contextlib.closing(training):
         training.step()
@@ -274,7 +274,7 @@ def kernels(cfg: StageConfig, cases: CaseRecorder) -> None:
 
 
 def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
-    """Profile a step. busy: the part of its time in which the device runs kernels instead of waiting for the host."""
+    """Profile a step. busy: the part of the step's time in which the device runs kernels."""
     trainer = train_worker.build_our_trainer(cfg.with_tokens(cfg.workload("345M")), arm)
     with contextlib.closing(trainer):
         began = time.perf_counter()
@@ -330,8 +330,8 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     return {**found, "visit": visit}
 
 
-# --- tests: the tests that compare fp32, masks and NCCL in a group of one rank, with a message to itself, with the CPU.
-# pytest writes to a separate log file, which also exists after a timeout ----------------------------------------------
+# --- tests: the tests that compare fp32, masks and NCCL with the CPU. NCCL has a group of one rank, which also sends a
+# message to itself. pytest writes to a separate log file, which also exists after a timeout ---------------------------
 
 COMPARED = "fp32_equals or mask_that_follows or group_of_one or sends_to_itself"
 
@@ -347,7 +347,7 @@ def tests(cfg: StageConfig, cases: CaseRecorder, timeout: float = 40.0) -> None:
 
 
 def run_pytest(command: list[str], log: Path, timeout: float) -> dict[str, Any]:
-    """Run pytest and parse the outcome of each test. "failed" is set if a test failed, or after a timeout."""
+    """Run pytest and return the outcome of each test. The key "failed" exists after a failed test or a timeout."""
     code = harness.run_limited(command, log, timeout)
     text = log.read_text(errors="replace")
     outcomes = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE))

@@ -1,6 +1,6 @@
 """Stage `tables`: the time of each operation of a training step by itself, with all implementations that torch has.
 
-An implementation is an arm: a name and a function. To add one, e.g. a fused kernel, add a line to its table.
+Each implementation, for example a fused kernel, is one line of a table: a name and a function.
 Legend: b micro-batch, s sequence, n heads, d head size.
 """
 
@@ -66,8 +66,8 @@ def random_tensor(cfg: StageConfig, *shape: int, grad: bool = False) -> Tensor:
 
 
 def cross_entropy(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
-    """Time the head and the loss of 32 samples, forward and backward, by the number of tokens whose logits exist at the
-    same time, and torch's way. FLOPs are those of three products."""
+    """Time forward and backward of the head and the loss for 32 samples: ours with different chunk sizes, and torch's.
+    FLOPs are those of three products."""
     workload = cfg.workload(name)
     t, h, size = workload.micro_batch_size * workload.seq_length, workload.hidden_size, workload.vocab_size
     v = mpu.padded_vocab_size(size, workload.model.make_vocab_size_divisible_by, 1)
@@ -90,8 +90,8 @@ def cross_entropy(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
 
 
 def attention(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
-    """Time causal attention of a micro-batch of 32, forward and with backward, by kernel, with and without dropout.
-    FLOPs include the masked half, as in MFU."""
+    """Time each kernel of causal attention for a micro-batch of 32: forward, and forward with backward, each with and
+    without dropout. FLOPs include the masked half, as in MFU."""
     model, b = cfg.workload(name).model, 2 if cfg.smoke else 32
     s, n = model.max_position_embeddings, model.num_attention_heads
     d = model.hidden_size // n

@@ -457,7 +457,7 @@ def cross_entropy_kernel(
         total = tl.full((), 0.0, tl.float32)
         for first in range(0, COLUMNS, LOSS_COLUMNS):
             at = first + block
-            # The mask ends at whole groups of 16 bytes; padding columns, which may begin inside one, are replaced below.
+            # The mask ends at a multiple of 16 bytes. Padding columns may begin before it and are replaced below.
             x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last")
             x = tl.where(at < COLUMNS, x.to(tl.float32), float("-inf"))
             larger = tl.maximum(largest, tl.max(x))

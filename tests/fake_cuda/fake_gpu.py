@@ -40,10 +40,9 @@ from megatron.gpt2.extensions.order.recording import RecordedCall
 
 # --- streams and events; detection of memory that is used or freed while another stream may still use it --------------
 
-# Each stream counts its operations. It also stores, for each other stream, how many of its operations are finished
-# before the next operation of this stream, because this stream has waited for them. Two operations on the same memory,
-# at least one of which writes, are ordered if the stream of the later one has waited for the earlier one. The host is
-# treated as a stream that all streams wait for.
+# Each stream counts its operations. It also stores for each other stream how many operations of that stream it has
+# waited for. If two operations use the same memory, and one of them writes, the stream of the later operation must have
+# waited for the earlier operation. The host counts as a stream for which all streams wait.
 
 Moment = tuple[int, int]  # the number of a stream, and its count of operations at that time
 
@@ -77,7 +76,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Replaces torch.cuda.Event. If the host asks, it is complete."""
+    """Replaces torch.cuda.Event. `query` returns True."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.known: dict[int, int] = {}
@@ -143,7 +142,7 @@ class MemoryOrder:
         self._work(FakeStream.current, read, written, place)
 
     def host_work(self, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
-        """Record an operation of the host. Memory that no stream has used is left out."""
+        """Record an operation of the host on memory that a stream has used. Other memory is ignored."""
         read, written = ([x for x in xs if memory_of(x) in self._uses] for xs in (read, written))
         self._work(FakeStream.host, read, written, f"{place} on the host")
 
@@ -174,8 +173,8 @@ class MemoryOrder:
 
 
 def memory_of(x: Tensor) -> tuple[int, int]:
-    """Return a key of the memory that `x` uses: its storage and, for a tensor on the host, its offset in the storage,
-    because operations use parts of a host buffer independently."""
+    """Return a key of the memory that `x` uses: the storage and, on the host, the offset in the storage, because
+    operations use parts of a host buffer independently."""
     return x.untyped_storage()._cdata, 0 if x.device.type == "cuda" else int(x.storage_offset())
 
 
@@ -278,7 +277,7 @@ ROOT = str(Path(__file__).resolve().parent.parent.parent)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 ALLOCATION = 512  # CUDA's caching allocator rounds each tensor up to a multiple of this number of bytes.
 
-# The host may wait for an event if the device has at least so many operations after it: it does not run out of work.
+# The host may wait for an event that this number of operations follows, because the device then has enough work.
 ENOUGH_QUEUED = 200
 
 # operators that start no kernel: views and allocations
@@ -596,7 +595,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have common memory. Gaps within them count as theirs."""
+    """Return True if two tensors have common memory. The gaps of a strided tensor belong to the tensor."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     (a, b), (c, d) = (span(z) for z in (x, y))
@@ -611,7 +610,7 @@ def span(x: Tensor) -> tuple[int, int]:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among the arguments that the operator writes to."""
+    """Return the arguments that the operator writes to."""
     given = itertools.zip_longest(func._schema.arguments, args)
     named = [(argument, kwargs.get(argument.name) if value is None else value) for argument, value in given]
     return [

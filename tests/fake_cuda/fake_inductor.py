@@ -90,7 +90,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             made = tuple(empty(result) for result in results)
-            arguments.clear()  # Generated code does this to free tensors that are no longer needed.
+            arguments.clear()  # Generated code also clears the list, to free tensors early.
             gpu.kernels.extend(kernels)
             return made
 
@@ -143,10 +143,10 @@ def empty(result: Any) -> Tensor | None:
 
 
 def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
-    """Return the kernels of Inductor's schedule. Generated ones are named "triton"; the others are library kernels."""
+    """Return the kernels of Inductor's schedule. Generated kernels have the name "triton"."""
     kernels = []
     for node in nodes:
-        # The node is a part of a kernel that is already counted.
+        # Such a node is a part of a kernel that is already counted.
         if isinstance(node.node, MultiOutput) or isinstance(node, NopKernelSchedulerNode):
             continue
         written = sum(

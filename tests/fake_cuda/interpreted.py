@@ -29,7 +29,7 @@ ULP = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 @pytest.fixture
 def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let CPU tensors take the way of CUDA tensors, through Triton's interpreter."""
+    """Run the code of CUDA tensors with CPU tensors, in Triton's interpreter."""
     monkeypatch.setattr(TritonKernel, "__call__", TritonKernel.run)
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda x: False))
 
@@ -85,15 +85,15 @@ def test_the_loss_and_its_gradient_equal_float64(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", ["kernel", "reference"])
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_torch_accepts_the_operator(
-    kernel: TritonKernel[Any, Any], way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kernel: TritonKernel[Any, Any], implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its results do not alias each other, its fake results have the right shapes, and its schema names what it writes,
-    except the gradients that AdamW may overwrite."""
+    """An operator's results do not alias each other, its fake results have the right shapes, and its schema names the
+    arguments that it writes, except the gradients that AdamW may overwrite."""
     tests = ("test_faketensor",) if kernel is adamw_ else ("test_faketensor", "test_schema")
-    monkeypatch.setattr(kernel, "_chosen", {dtype: getattr(kernel, way)})
+    monkeypatch.setattr(kernel, "_chosen", {dtype: getattr(kernel, implementation)})
     for example in kernel.examples(dtype):
         torch.library.opcheck(kernel.operator, example, test_utils=tests)
 
@@ -131,8 +131,8 @@ def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_adamw_equals_float64(triton_on_cpu: None, dtype: torch.dtype | None):
-    """Run three steps with a loss scale, of which the second is skipped. The tensors have odd sizes and are parts of
-    one buffer."""
+    """Run three steps with a loss scale, and skip the second step. The tensors have odd sizes and are parts of one
+    buffer."""
     sizes, places = (7, 64, 20_001), (0, 64, 128)
     length = places[-1] + sizes[-1]
     beta1, beta2, eps, decay, rate = 0.9, 0.95, 1e-8, 0.1, 1e-2
@@ -160,13 +160,15 @@ def test_adamw_equals_float64(triton_on_cpu: None, dtype: torch.dtype | None):
     for found, exact in zip(parts(master), parts(w), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
     if params is not None:
-        for param, exact in zip(parts(params), parts(master), strict=True):  # the interpreter does not round to bf16
+        for param, exact in zip(
+            parts(params), parts(master), strict=True
+        ):  # Triton's interpreter does not round to bf16 as torch does.
             torch.testing.assert_close(param.float(), exact, rtol=ULP[dtype], atol=1e-6)
         assert (params[7:64] == 5).all(), "nothing is written between the tensors"
 
 
 def test_sums_of_many_tensors_equal_float64(triton_on_cpu: None):
-    """The kernel cannot read some of the tensors, because of their address. For these the reference is used."""
+    """The kernel does not support the addresses of the second list of tensors, which the reference computes."""
     whole = torch.randn(70_000)
     for starts in ((0, 64, 33_008), (0, 5, 33_001)):
         tensors = [whole[start:stop] for start, stop in zip(starts, (*starts[1:], 70_000), strict=True)]

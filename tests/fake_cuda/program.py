@@ -34,7 +34,7 @@ BUDGETS = Path(__file__).with_name("budgets.json")
 # constraints.txt has this version of torch.
 NEWEST = "2.13"
 
-# layers of GPT-2 345M, in bf16, the default precision on a GPU
+# Two layers of GPT-2 345M. bf16 is the default precision on a GPU.
 FLAGS = (
     "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --seq-length 256 --max-position-embeddings 256 "
     "--micro-batch-size 2 --tokenizer-type bytes --train-iters 1000 --eval-iters 1 --attention-dropout 0 "
@@ -72,7 +72,7 @@ def running(
             from tests.fake_cuda.fake_inductor import fake_inductor
 
             stack.enter_context(fake_inductor(gpu))
-        # Times of attention kernels and values of weights have no meaning here.
+        # A fake device has neither times of attention kernels nor values of weights.
         stack.enter_context(mock.patch.object(devices, "REPEATS", 1))
         stack.enter_context(mock.patch.object(gpt2, "seeded_normal", lambda *_: lambda weight: None))
         # The fake process group gathers no strings, so this rank's string is used for all ranks.
@@ -168,7 +168,7 @@ def check_budget(mode: str, now: Mapping[str, int]) -> None:
     if "RECORD_BUDGETS" in os.environ:
         now = now if version == NEWEST else difference(granted, now)
         known.setdefault(version, {})[mode] = now
-        # A line for each mode.
+        # Write one line for each mode.
         lines = ",\n".join(
             f" {json.dumps(version)}: {{\n"
             + ",\n".join(f"  {json.dumps(mode)}: {json.dumps(of_mode)}" for mode, of_mode in modes.items() if of_mode)
@@ -185,7 +185,7 @@ def check_budget(mode: str, now: Mapping[str, int]) -> None:
 
 
 def difference(granted: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of `now` that are not those of `granted`."""
+    """Return the numbers of `now` that differ from those of `granted`."""
     return {
         name: now.get(name, 0)
         for name in sorted(now.keys() | granted.keys())

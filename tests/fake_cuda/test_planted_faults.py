@@ -1,4 +1,4 @@
-"""Test that each check of this folder finds the fault for which it is made."""
+"""Each planted fault is found by one of the checks of this folder."""
 
 from __future__ import annotations
 
@@ -212,7 +212,6 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
         extra(layers._Linear, "backward", lambda ctx, dy: setattr(ctx, "group", dist.group.WORLD)),
         "'world: allreduce",
     ),
-    # Own faults, in addition to those of an audit
     "the host overwrites a pinned batch on its way": (
         step,
         changed(data.TrainingData, "to_device", reuse_pinned_batch),

@@ -95,7 +95,7 @@ def test_an_evaluation_waits_once_for_its_sums_and_generation_once_for_each_toke
     with running(text, tmp_path) as (trainer, gpu):
         gpu.clear()
         evaluate_and_log(trainer, "valid")
-        # Evaluation and sampling wait for lengths in bytes, and for the sums.
+        # The host waits for the lengths in bytes, and for the sums.
         assert gpu.kernels and len({wait.split(" ")[0] for wait in gpu.waits}) == 2, gpu.waits
         gpu.waits.clear()
         sample_text(trainer)
@@ -198,7 +198,7 @@ LAYOUTS = {  # ranks and flags
 }
 PARTS = 4
 EXACT = f"--exact-layouts {PARTS} --hidden-dropout 0.1"
-# The kernels of these operators add elements of a sum that a layout could split, or that are divided into parts.
+# These operators compute sums that a layout could split, or that --exact-layouts divides into parts.
 ATTENTION = "_scaled_dot_product_flash_attention"
 SPLIT_SUMS = ("mm", "addmm", "bmm", ATTENTION, f"{ATTENTION}_backward", "gelu", "gelu_backward")
 SUMS = (*SPLIT_SUMS, "native_layer_norm_backward", "sum", "dot", "index_add_")
@@ -263,8 +263,8 @@ def traced(text: Path, save: Path, flags: str, size: int, rank: int) -> list[Ker
 
 
 def runs(kernels: list[Kernel]) -> list[tuple[tuple[str, tuple[tuple[int, ...], ...]], int]]:
-    """Return the sums among `kernels` by name and shapes, with the number of equal ones in a row. The gradient norm is
-    left out, because it adds integers, whose order does not matter."""
+    """Return the name and shapes of each operator of SUMS among `kernels`, and how many equal ones follow each other.
+    The gradient norm is left out, because it adds integers, whose order does not matter."""
     sums = [
         (kernel.name, kernel.shapes)
         for kernel in kernels

@@ -113,7 +113,7 @@ def test_a_resume_goes_on_as_before(folder: Path):
 
 @pytest.mark.parametrize("dtype, dropout_p", [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-9)])
 def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: float):
-    """Test the kernel with cumulative lengths, and the path that computes each document separately."""
+    """Test the kernel for cumulative lengths and, with dropout, attention of each document by itself."""
     tokens = torch.ones(4, 512, dtype=torch.int64)
     tokens[1, 100], tokens[2, [0, 5, 6, 511]] = 0, 0
     reference = torch.randn(512, 4, 2, 3, 64, requires_grad=True)
@@ -164,7 +164,7 @@ def test_losses_are_the_same_with_activations_in_the_hosts_memory(folder: Path, 
         del trainer, transformer
     whole, parked = seen[:2], seen[2:]
     assert [s["loss"] for s in whole] == [pytest.approx(s["loss"], rel=1e-6) for s in parked]
-    assert kept[1] <= kept[0] - 3 * INPUT  # The caller still keeps the input of the first layer.
+    assert kept[1] <= kept[0] - 3 * INPUT  # The model keeps the input of the first layer.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,5 +1,5 @@
-"""Attention compared with the formula in float64, for each precision and each kernel of a CPU; and its seeded dropout
-masks, which must be equal in every part of a batch."""
+"""Attention equals the formula in float64, for each precision and each kernel of a CPU. Its seeded dropout masks are
+equal in every part of a batch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def formula(qkv: Tensor, keep: Tensor | float) -> Tensor:
 
 
 def check_formula(attention: Callable[[Tensor], Tensor], s: int, d: int, keep: Tensor | float = 1.0) -> None:
-    """Compare outputs, and gradients of queries, keys and values. bf16 results and the intermediate results of some
-    kernels have a relative rounding error of 2^-9. The bound, 1 % of the norm, covers both (measured: up to 0.4 %
-    forward, 0.7 % backward)."""
+    """Compare outputs, and gradients of queries, keys and values. In bf16, results and intermediate results are rounded
+    to 2^-9. The bound is 1 % of the norm (measured: up to 0.4 % in forward, 0.7 % in backward)."""
     torch.manual_seed(s + d)
     qkv, dy = torch.randn(s, 2, 3, 3, d), torch.randn(s, 2, 3 * d)
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):

@@ -55,7 +55,7 @@ def seeds_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
 def mask(
     seeds: Tensor, shape: tuple[int, int] = (64, 96), p: float = 0.5, location: int = POST_MLP_DROPOUT, first: int = 0
 ) -> Tensor:
-    """Return bool [s, b, h]: True if an element of a sample's [s, h] is dropped. Its first position is `first`."""
+    """Return bool [s, b, h]: True if an element is dropped. `first` is the position of row 0."""
     ones = torch.ones(shape[0], len(seeds), shape[1])
     return seeded_dropout(ones, p, seeds, location, first) == 0
 
@@ -78,8 +78,8 @@ def test_the_gradient_has_the_same_mask():
 
 
 def test_masks_have_the_right_rate_and_are_independent():
-    """The masks of neighbours, samples, layers, locations and seeds: the correlation of 614,400 elements is below 5
-    standard deviations."""
+    """The masks of different neighbours, samples, layers, locations and seeds have a correlation below 5 standard
+    deviations, for 614,400 elements."""
     shape, seeds = (400, 768), seeds_of([0, 1])
     first = mask(seeds, shape)
     for p in (0.1, 0.5):

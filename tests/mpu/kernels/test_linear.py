@@ -1,5 +1,4 @@
-"""Matrix products of linear layers and of the loss, compared with float64, and GELU with the plain call, as each kind
-of processor computes them."""
+"""Matrix products of linear layers and of the loss equal those in float64 on each kind of processor."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def on_each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) -> None:
-    """Test any number of rows, weights stored by row, by column or in blocks, and each processor."""
+    """Test different numbers of rows, and weights that are stored by row, by column or in blocks."""
     for rows in (1, 2, 4, 5, 8, 16, 17):
         x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
         stored = kernels.weight_for_inference(weight.to(dtype))
@@ -43,8 +42,8 @@ def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_and_its_gradients(dtype: torch.dtype, on_each_processor: None) -> None:
-    """Inputs with two and three dimensions, in one part and in several; with and without bias; only the weight's
-    gradient."""
+    """Test inputs with two and three dimensions, with and without bias, and the gradient of only the weight. The longer
+    input is computed in several parts."""
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     for shape in ((7, 48), (1100, 2, 48)):
         given = [torch.randn(size).to(dtype).requires_grad_() for size in (shape, (32, 48), (32,))]

@@ -1,4 +1,4 @@
-"""A kernel that differs from its reference, or fails, is replaced by the reference, and the log says so once."""
+"""The reference replaces a kernel that fails or computes different results, and the log reports the kernel once."""
 
 from __future__ import annotations
 
