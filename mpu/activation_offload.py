@@ -34,7 +34,7 @@ class ActivationOffload:
     """Host buffers and the copy stream for the activations of a model on `device`. Copies are also made on a CPU, for
     tests, where no memory is saved.
 
-    A model calls `forward_begins` and `forward_ends` around each forward pass. In the pass it calls `next_group` or
+    A model calls `forward_begins` and `forward_ends` around each forward pass, and in between `next_group` or
     `offload_layer` for each group. Backward passes may run after several forward passes.
     """
 
@@ -111,7 +111,7 @@ class ActivationOffload:
 class OffloadGroup:
     """Tensors that are copied to the host, and back to the device, at the same time.
 
-    previous: the group that backward needs after this one.
+    previous: the group that backward needs after this group.
     """
 
     def __init__(self, memory: ActivationOffload, previous: OffloadGroup | None) -> None:
@@ -175,7 +175,7 @@ class _OffloadedStorage:
         return self._on_device
 
     def __del__(self) -> None:
-        self._memory.wait(self._copied)  # Otherwise the device memory could be reused during the copy.
+        self._memory.wait(self._copied)  # The device memory must not be reused during the copy.
         self._memory.release(self._host)
 
 
@@ -191,9 +191,9 @@ def _storage_id(x: Tensor) -> int:
 def shard_and_offload_saved_tensors(
     group: ProcessGroup | None, activation_offload: ActivationOffload | None
 ) -> AbstractContextManager[object]:
-    """Return a context of `torch.autograd.graph.saved_tensors_hooks`. Inside it, autograd saves only this rank's shard
+    """Return a context of `torch.autograd.graph.saved_tensors_hooks`, in which autograd saves only this rank's shard
     of each tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway.
-    Empty tensors too: torch 2.11 saves one on the CPU, which NCCL cannot gather.
+    Empty tensors are also saved as they are: torch 2.11 saves an empty tensor on the CPU, which NCCL cannot gather.
 
     group: the ranks that share each saved tensor, which must be equal on all ranks of the group. Backward gathers the
         shards, in the same order on all ranks. None saves whole tensors.

@@ -21,8 +21,8 @@ class PackedSeqParams:
     """The lengths of the documents in a micro-batch, so that no token attends to a token of a different document.
     megatron.core has a class with this name and purpose.
 
-    lengths: the number of tokens of each document. A document that continues in the next sample counts as two. The sum
-        is t.
+    lengths: the number of tokens of each document. A document that continues in the next sample counts as two
+        documents. The sum is t.
     cu_seqlens_q: int32 [len(lengths) + 1], 0 and the cumulative lengths, on the model's device.
     """
 

@@ -30,7 +30,7 @@ class KeyValueCache:
         self._positions: Tensor | None = None
 
     def set_prompts(self, rows: Sequence[int]) -> None:
-        """Let the next forward pass read whole prompts into these rows. The rows' former texts are discarded."""
+        """Let the next forward pass read whole prompts into `rows`, whose former texts are discarded."""
         self._store[:, list(rows)] = 0  # A NaN of the former text would reach the new text.
         self._rows, self._positions = self._all_rows[list(rows)], None
 

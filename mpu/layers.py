@@ -3,9 +3,9 @@
 Legend: b batch, s sequence, h hidden, i input and o output features of this rank, tp tensor-parallel size, t tokens.
 
 With sequence_parallel (arXiv:2205.05198), activations outside the split layers are sharded by their first dimension:
-[s/tp, ...] instead of [s, ...]. The input of a column-parallel layer is sharded, and the output of a row-parallel layer
-or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, which together send as many bytes. Backward
-of a column-parallel layer needs one more all-gather, because the layer gathers its input again.
+[s/tp, ...] instead of [s, ...]. These activations are the inputs of column-parallel layers, and the outputs of
+row-parallel layers and embeddings. Each all-reduce becomes an all-gather and a reduce-scatter, which together send as
+many bytes. Backward of a column-parallel layer needs one more all-gather, because the layer gathers its input again.
 
 A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. After `torch.manual_seed(s)`, the
 layer therefore gets the same weights for every group size, equal to the weights of the plain `torch.nn` layer.
@@ -181,7 +181,7 @@ class ParallelLinear(ParallelLayer):
         stride: int,
         keep_master_weight: bool,
     ) -> None:
-        if stride != 1:  # In 2019 each rank had a part of each of `stride` blocks of the weight.
+        if stride != 1:  # Megatron's first release gave each rank a part of each of `stride` blocks of the weight.
             raise ValueError(
                 f"stride={stride}: each rank holds a contiguous part of a weight, so stride must be 1; "
                 "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"

@@ -11,9 +11,8 @@ first dimension, and each all-reduce is replaced by its two halves:
     gather from sequence parallel region         forward: all-gather       backward: reduce-scatter   (g of 2205.05198)
     reduce-scatter to sequence parallel region   forward: reduce-scatter   backward: all-gather       (g's conjugate)
 
-The two papers call different operations g. ColumnParallelLinear contains its own f (with sequence parallelism its own
-gather), whose collective in backward overlaps the computation of the weight gradient. The model's head calls the
-functions below.
+The two papers call different operations g. ColumnParallelLinear implements f and its gather itself, so that the
+collective in backward overlaps the computation of the weight gradient. The model's head calls the functions below.
 
 The group of an operation is the default tensor-parallel group if the argument is None. With one rank an operation
 returns its input. No operation writes to the caller's tensor.

@@ -31,10 +31,10 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def checkpoint(
     function: Callable[..., Any], *args: Any, distribute_saved_activations: bool | None = None, **options: Any
 ) -> Any:
-    """Call `mpu.random.checkpoint`. The arguments are those of 2019, or of megatron.core, where a bool,
-    distribute_saved_activations, stands between `function` and its arguments.
+    """Call `mpu.random.checkpoint`. The arguments are those of Megatron's first release, or of megatron.core, which has
+    the bool distribute_saved_activations between `function` and its arguments.
 
-    distribute_saved_activations: an argument of that function (default: the value that
+    distribute_saved_activations: see `mpu.random.checkpoint` (default: the value that
         `partition_activations_in_checkpoint` has set, or False).
     """
     if args and isinstance(args[0], bool):

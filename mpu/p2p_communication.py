@@ -17,8 +17,8 @@ from mpu.initialize import get_pipeline_model_parallel_group, group_rank_and_siz
 
 @dataclass
 class Transfer:
-    """A tensor that is being sent or received. Call `wait` before you read a received tensor or overwrite a sent one.
-    The object keeps the tensor alive."""
+    """A tensor that is being sent or received. Call `wait` before you read a received tensor or overwrite a sent
+    tensor. A `Transfer` keeps its tensor in memory."""
 
     tensor: Tensor
     works: list[dist.Work] = field(default_factory=list)

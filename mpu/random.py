@@ -11,10 +11,10 @@ torch`, and in attention on a GPU, dropout draws from two streams:
 A program that needs different numbers on each data-parallel rank or pipeline stage must pass different seeds. All
 functions work on CPU and GPU. Some names contain "cuda" because Megatron's names do.
 
-Dropout with `make_dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a
-function of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in
-attention: head, query and key), and is equal for any number of ranks, in any micro-batch, and when a layer is
-recomputed. No mask is saved. `kernels/dropout.py` has the function.
+Dropout with `make_dropout_seeds` does not use these streams. A mask is a function of the seed, the sample's number in
+the run, the layer, the location in the layer, and the position and channel (in attention: head, query and key). It is
+therefore equal in every layout and micro-batch, and when a layer is recomputed. No mask is saved. `kernels/dropout.py`
+has the function.
 
 Legend: b batch, s sequence, h hidden, tp tensor-parallel size, l layers.
 """
@@ -76,7 +76,7 @@ class RNGStatesTracker:
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replace all streams by copies of these states."""
+        """Replace all streams by copies of `states`."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
@@ -199,7 +199,7 @@ def checkpoint(
     all-reduce at the end of `function` is repeated only if dropout follows it.
 
     distribute_saved_activations: each rank of `group` (default: the default tensor-parallel group) saves only its shard
-        of each argument. The arguments must be equal on all these ranks. Backward gathers the shards.
+        of each argument, which must be equal on all ranks of the group. Backward gathers the shards.
     activation_offload: saves the arguments in host memory.
     """
     states = current_rng_tracker().get_states()
@@ -214,8 +214,8 @@ def checkpoint_without_output(
     function: Callable[[Tensor], Tensor], consumer: Callable[..., Tensor], *xs: Tensor
 ) -> Tensor:
     """Return consumer(function(x)), but save x for backward instead of function(x). Backward computes `function` again,
-    so it should be cheap, such as GELU or layer norm. x and function(x) have the same shape, for example [s, b, h].
-    With several xs, the consumer gets function(x) of each.
+    so `function` should be cheap, such as GELU or layer norm. x and function(x) have the same shape, for example
+    [s, b, h]. With several xs, the arguments of the consumer are function(x) of each x.
 
     `function` saves x for its own backward anyway, so saving x needs no more memory. The output of `function` must be
     contiguous. Under torch.compile this is a plain call, because the compiler decides what to save or recompute.

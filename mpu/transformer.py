@@ -351,13 +351,13 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class FusedTransformerLayer(ParallelTransformerLayer):
-    """`ParallelTransformerLayer` for a GPU. Between the matrix products it calls the fused functions of
-    `kernels/layer.py`, which read and write less memory than PyTorch's operators. It returns its output as
-    `kernels.ResidualTerms`, which the first kernel of the next layer adds. `kernels.hidden_states` returns their sum.
+    """`ParallelTransformerLayer` for a GPU. Between the matrix products, the layer calls the fused functions of
+    `kernels/layer.py`, which read and write less memory than PyTorch's operators. It returns `kernels.ResidualTerms`,
+    which the first kernel of the next layer adds. `kernels.hidden_states` returns the sum of the terms.
 
-    It runs the base class's forward in the cases that these functions do not support: on a CPU, in generation, with
-    selective recomputation, and with dropout masks from torch's generators. It also does so if the first layer norm has
-    a hook, because these functions do not call the modules of the layer norms.
+    The forward of the base class runs in the cases that the fused functions do not support: on a CPU, in generation,
+    with selective recomputation, with dropout masks from torch's generators, and if the first layer norm has a hook,
+    because the fused functions do not call the modules of the layer norms.
     """
 
     def forward(  # type: ignore[override]
@@ -388,8 +388,8 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         dropout = seeds, dropout_p, POST_ATTENTION_DROPOUT, first_position
         terms = kernels.ResidualTerms(x, branch, attention.dense.bias, *dropout)
         x, y = kernels.add_norm(terms, self.post_attention_layernorm)
-        inside = mlp.dense_h_to_4h(y, bias_gradient=False)  # [s, b, f/tp]
-        y = kernels.gelu_with_bias_gradient(inside, mlp.dense_h_to_4h.bias, mlp.gelu_approximate)
+        intermediate = mlp.dense_h_to_4h(y, bias_gradient=False)  # [s, b, f/tp]
+        y = kernels.gelu_with_bias_gradient(intermediate, mlp.dense_h_to_4h.bias, mlp.gelu_approximate)
         branch = mlp.dense_4h_to_h(y, skip_bias_add=True)
         dropout = seeds, dropout_p, POST_MLP_DROPOUT, first_position
         return kernels.ResidualTerms(x, branch, mlp.dense_4h_to_h.bias, *dropout)

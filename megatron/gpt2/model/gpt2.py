@@ -214,12 +214,13 @@ def build_block_config(config: ModelConfig, **overrides: Any) -> TransformerBloc
 
 
 class GPT2Model(nn.Module):
-    """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
+    """GPT-2 over a tensor-parallel group. The weights are in float32, until `ParamAndGradBuffer` or `.to(dtype)` rounds
+    the weights.
 
     The model contains word and position embeddings, transformer layers with a final layer norm, and a head that uses
     the weight of the word embeddings. A pipeline rank has only the parts of its model chunks.
 
-    config: its vocab_size is the true size; None raises ValueError.
+    config: `config.vocab_size` is the true size of the vocabulary; None raises ValueError.
     block_config: a result of `build_block_config` (default: `build_block_config(config)`).
     layer_ranges: the layers of each model chunk of this pipeline rank (default: all layers in one chunk).
     dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `sample_ids`; None draws masks

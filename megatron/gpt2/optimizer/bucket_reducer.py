@@ -124,7 +124,7 @@ class BucketReducer:
 
         def on_grad_accumulated(parameter: Tensor) -> None:
             reducer = reference()
-            if parameter.grad is not None and reducer is not None:  # The tied weight has no `grad`.
+            if parameter.grad is not None and reducer is not None:  # `add` gets the tied weight's gradient.
                 gradient, parameter.grad = parameter.grad, None
                 reducer.collect(name, gradient)
 
@@ -192,8 +192,8 @@ class ShardedGradReducer(BucketReducer):
 
     def begin(self, num_microbatches: int) -> None:
         """Start a step. The base class treats each micro-batch as a step with one gradient per parameter. When all
-        buckets of a micro-batch are sent, `_send_ready` calls `begin` with the number of remaining micro-batches. With
-        0 no gradient is awaited."""
+        buckets of a micro-batch are sent, `_send_ready` calls `begin` with the number of remaining micro-batches. After
+        `begin(0)` no gradient is awaited."""
         self._remaining_microbatches, self._num_received = num_microbatches, 0
         super().begin(1 if num_microbatches else 0)
 

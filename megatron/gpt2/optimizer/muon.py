@@ -123,8 +123,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             self.buffer.round_master(index)
 
     def _orthogonalize_round(self, grads: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Orthogonalize and scale the matrices `names`. `grads` has this rank's parts of the matrices, and gets its
-        parts of the results.
+        """Replace this rank's parts of the matrices `names` in `grads` by parts of the scaled, orthogonalized matrices.
 
         Each rank sends its part of a matrix to the rank that orthogonalizes the matrix, and receives the result for
         this part."""

@@ -31,9 +31,9 @@ class LossScaler:
     """The loss scale of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16. The scale is
     on the device, so the host does not wait for an update.
 
-    A dynamic scale changes as in Megatron. The first `hysteresis` - 1 overflows only skip the step.
-    Each later overflow also halves the scale, to `min_loss_scale` at least. `loss_scale_window` steps in a row without
-    an overflow double the scale and reset the hysteresis.
+    A dynamic scale changes as in Megatron. The first `hysteresis` - 1 overflows only skip a step. Each overflow after
+    these also halves the scale, to `min_loss_scale` at least. `loss_scale_window` steps in a row without an overflow
+    double the scale, and start a new count of overflows.
 
     scale: float32 scalar on the device.
     """
@@ -227,7 +227,7 @@ class MixedPrecisionOptimizer:
         return self._host_grads
 
     def _count_step(self) -> None:
-        """Count the step, and set loss scale and learning rate for the next one."""
+        """Count the step, and set loss scale and learning rate for the next step."""
         skipped = self.found_inf.long()
         self.skipped_steps += skipped
         self.skipped_in_a_row = (self.skipped_in_a_row + skipped) * skipped

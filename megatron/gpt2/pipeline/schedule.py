@@ -10,7 +10,7 @@ micro-batches, as in a run without a pipeline, so gradients are always summed in
 
 Layers are distributed as evenly as possible. If the number of virtual stages divides the number of layers, all virtual
 stages get the same number of layers, as in Megatron. Otherwise the left-over layers go to the second-to-last virtual
-stage, the one before it, and so on. The last virtual stage gets none of them, because it also has the head.
+stage, the one before it, and so on. The last virtual stage gets no left-over layer, because it also has the head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -211,7 +211,7 @@ def _distribute_evenly(sizes: list[int], virtual_stages: Sequence[int], layers: 
     """Distribute `layers` over `virtual_stages` as evenly as possible, and write the numbers into `sizes`."""
     count = len(virtual_stages)
     for index, virtual_stage in enumerate(virtual_stages):
-        # The second-to-last virtual stage has turn 0 and gets the first left-over layer. The last one has the last
-        # turn.
+        # The second-to-last virtual stage has turn 0 and gets the first left-over layer. The last virtual stage has the
+        # last turn.
         turn = (count - 2 - index) % count
         sizes[virtual_stage] = layers // count + (turn < layers % count)

@@ -1,4 +1,5 @@
-"""Linear layers, computed in V shards. Layer norms and position embeddings, whose gradients are sums over the sequence.
+"""Linear layers that are computed in V shards, and layer norms and position embeddings, whose gradients are sums over
+the sequence.
 
 Between a column- and a row-parallel layer, hidden states are a tuple with one tensor for each virtual rank that this
 rank emulates.
@@ -126,8 +127,7 @@ class _RowParallelLinear(torch.autograd.Function):
 class _AddParameter(torch.autograd.Function):
     """x + term(parameter) for a replicated parameter.
 
-    gradient: returns the gradient of the parameter over a slice of the sequence. Its arguments are dY of the slice, and
-        the slice.
+    gradient: returns the gradient of the parameter over a slice of the sequence, from dY of the slice and the slice.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class ExactRowParallelLinear(RowParallelLinear):
     dY)."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # without sequence_parallel, because the gradient of the bias is complete
+        super().__init__(*args, **kwargs)  # It gets no sequence_parallel, because the bias's gradient is complete.
         self.sequence_parallel = sequence_parallel
         self.virtual = VirtualRanks(virtual_ranks, self.group)
         self.sequence_ranks = VirtualRanks(virtual_ranks, self.group if sequence_parallel else None)

@@ -36,7 +36,7 @@ def odd_factor(leaves: int) -> int:
 
 
 def are_siblings(left: LeafRange, right: LeafRange, block: int) -> bool:
-    """Return True if the tree adds these two adjacent partial sums.
+    """Return True if the tree adds the adjacent partial sums `left` and `right`.
 
     block: the `odd_factor` of the number of leaves of the whole tree.
     """
@@ -91,8 +91,8 @@ class ExactBucketReducer(BucketReducer):
         super().begin(num_microbatches)
 
     def register_grad_ready(self, name: str) -> None:
-        """See `BucketReducer.register_grad_ready`. Stored partial sums that the tree adds to the current one are added.
-        If the next leaf starts a new partial sum, the current one is stored."""
+        """See `BucketReducer.register_grad_ready`. Add stored partial sums to the current partial sum if the tree adds
+        them. Store the current partial sum if the next leaf starts a new one."""
         grad, waiting, first_leaf = self._grad(name), self._waiting[name], self._rank * self._num_microbatches
         leaf = first_leaf + self._num_microbatches - self._awaited[name]
         push(waiting, (waiting[-1][0][1] if waiting else first_leaf, leaf + 1), grad, self._block)

@@ -38,7 +38,7 @@ def tree_sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 class VirtualRanks:
-    """V virtual ranks of `group`. This rank emulates `per_rank` successive virtual ranks, starting with number `first`.
+    """V virtual ranks of `group`. This rank emulates `per_rank` successive virtual ranks, from number `first` on.
 
     Raises ValueError if the size of the group does not divide V."""
 
