@@ -70,7 +70,7 @@ class GPT2Dataset:
         self._windows = np.lib.stride_tricks.as_strided(
             readable, (num_windows, seq_length + 1), (seq_length * step, step), writeable=False
         )
-        self._rest = readable[num_windows * seq_length :]  # one token, or the incomplete last window
+        self._rest = readable[num_windows * seq_length :]  # The rest is one token, or the incomplete last window.
         self._len = num_windows + (not training and len(self._rest) > 1)
 
     def __len__(self) -> int:

@@ -120,7 +120,7 @@ class IndexedDatasetBuilder:
     def add_file(self, file: "TokenFile", chunks: Sequence[ChunkHash] = ()) -> None:
         """Append all documents of `file`, which has the same dtype.
 
-        chunks: the hashes of the file's tokens. If it is empty, the tokens are hashed.
+        chunks: the hashes of the file's tokens. Without them, the tokens are hashed.
         """
         assert self._open_length == 0 and file.dtype == self._dtype
         self._end_chunk()

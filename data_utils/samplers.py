@@ -6,7 +6,7 @@ ranks takes n micro-batches. Micro-batch k of rank r holds the global samples
     consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size)    the ranks take turns
     consumed + (r · n + k) · micro_batch_size + [0, micro_batch_size)                     `contiguous`
 
-so that a global batch holds the same samples in every layout.
+so that a global batch contains the same samples in every layout.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class SampleOrder:
 class BatchSchedule:
     """The global batch size of each step.
 
-    milestones: pairs (consumed samples, batch size), in ascending order. The first pair has 0. After that number of
-        consumed samples, a step takes this batch size.
+    milestones: pairs (consumed samples, batch size), in ascending order. After a pair's number of consumed samples,
+        steps take its batch size. The first pair begins at 0 samples.
     """
 
     milestones: tuple[tuple[int, int], ...]

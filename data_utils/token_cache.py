@@ -73,7 +73,7 @@ def tokenise(
             for path, (_, field) in zip(paths, contents, strict=True)
         ]
         entries = json.dumps([fields, [sha256 for sha256, _ in contents]])
-        # `lenient` is empty for the default, so that the keys of existing caches and checkpoints stay valid.
+        # A default limit of bad lines adds nothing, so that the keys of existing caches and checkpoints stay valid.
         lenient = str(max_bad_fraction) if max_bad_fraction > MAX_BAD_FRACTION else ""
         return fingerprint_of(str(TOKEN_CACHE_VERSION), entries, lenient, tokenizer.fingerprint)[:32]
 

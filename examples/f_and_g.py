@@ -8,8 +8,8 @@ from torch.nn.functional import gelu
 
 
 class F(torch.autograd.Function):
-    """f, before the column-split matrix. Forward: nothing. Backward: the gradients of the ranks are summed, because
-    each rank has computed only the part of its columns."""
+    """The operation f before the column-split matrix. Forward: nothing. Backward: the gradients of the ranks are
+    summed, because each rank has computed only the part of its columns."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -23,8 +23,8 @@ class F(torch.autograd.Function):
 
 
 class G(torch.autograd.Function):
-    """g, after the row-split matrix. Forward: the ranks' partial sums are summed. Backward: nothing, because the
-    gradient of a sum is the same for each term."""
+    """The operation g after the row-split matrix. Forward: the ranks' partial sums are summed. Backward: nothing,
+    because the gradient of a sum is the same for each term."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, y: Tensor) -> Tensor:

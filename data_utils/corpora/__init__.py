@@ -244,7 +244,7 @@ def read_documents(
                 if bad <= MAX_LOGGED_BAD_LINES:
                     log(f"{path}:{number}: skipped: {error}")
                 if bad == MAX_LEADING_BAD_LINES and not good:
-                    break  # Fail now instead of after hours.
+                    break  # An early error saves hours of reading.
                 continue
             if text:
                 good += 1 if as_json else number - bad

@@ -104,7 +104,7 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
     its content.
 
     temporary: the temporary name (default: a name for this process). Give a fixed name if only one process at a time
-        writes `path`: a new process then overwrites the file of a killed one.
+        writes `path`: a new process then overwrites the file of a killed process.
     """
     path = Path(path)
     new = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -422,7 +422,7 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = IO_THR
 
 
 def run_future(result: Future[R], work: Callable[..., R], *args: Any) -> None:
-    """Call `work`. Set `result` to its return value or its error."""
+    """Call `work`. Set `result` to the return value or the error of the call."""
     try:
         result.set_result(work(*args))
     except BaseException as error:

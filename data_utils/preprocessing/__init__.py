@@ -209,7 +209,7 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard) -> Manifest:
                     content = record.decode("utf-8", "backslashreplace") if isinstance(record, bytes) else repr(record)
                     reason = {"reason": str(error), "content": content.rstrip("\n")}
                     bad.append({"file": part.path, "line": number, **reason})
-                    if len(bad) == MAX_LEADING_BAD_LINES and not usable:  # Fail now instead of after hours.
+                    if len(bad) == MAX_LEADING_BAD_LINES and not usable:  # An early error saves hours of reading.
                         raise ValueError(
                             f"{part.path}: {error}; none of {MAX_LEADING_BAD_LINES} lines is usable: "
                             "name the text fields with --json-keys"

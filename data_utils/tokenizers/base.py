@@ -169,7 +169,8 @@ class CharacterTokenizer(Tokenizer):
 
 
 def read_characters(path: str) -> CharacterTokenizer:
-    """Read nanoGPT's meta.pkl, or this project's JSON list. Raises ValueError or FileNotFoundError."""
+    """Read nanoGPT's meta.pkl, or the JSON list of characters that a checkpoint contains. Raises ValueError or
+    FileNotFoundError."""
     check_exists(path, "--vocab-file")
     with wrap_errors(path):
         data = read_file(Path(path), MAX_FILE_BYTES)

@@ -105,7 +105,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, suffix: str) -> N
             IndexedDataset(tmp_path / "a")
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"a{suffix}"):
-        open_token_file(tmp_path / "a", EOD)  # A prefix means a pair.
+        open_token_file(tmp_path / "a", EOD)  # A path without a suffix means a pair.
 
 
 # --- nanoGPT and llm.c

@@ -134,14 +134,15 @@ def run_step(
 
 
 def output_folder(output: Path) -> Path:
-    """Return the folder for the results. It is `output`.shards if `output` is one file, which is joined at the end."""
+    """Return the folder for the results. The folder is `output`.shards if `output` is one file, which is joined at the
+    end."""
     is_file = output.name.endswith(FILE_SUFFIXES) and not output.is_dir()
     return output.with_name(f"{output.name}.shards") if is_file else output
 
 
 def run_locally(step: WebtextStep, sources: Sequence[StepInput], output: Path) -> list[Manifest]:
-    """Process the inputs on this machine and return their manifests. With a limit, they are processed one after the
-    other until it is reached. Raises ValueError if `output` holds a file of a different run."""
+    """Process the inputs on this machine and return their manifests. With a limit, the inputs are processed one after
+    the other until it is reached. Raises ValueError if `output` holds a file of a different run."""
     limit, manifests = step.args.limit, list[Manifest]()
     output.mkdir(parents=True, exist_ok=True)
     bar = progress_bar(

@@ -126,7 +126,7 @@ def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     if text_key != "text":
         document["text"] = document.pop(text_key)
     if b"\\ud" in content.lower():
-        # Encoding fails for a lone surrogate. Only an escape such as \\ud800 can produce one.
+        # Encoding fails for a lone surrogate. Only an escape such as \ud800 can produce one.
         json_line({**document, "text": text})
     return document
 
@@ -210,7 +210,7 @@ class StepRun:
             except ValueError as error:
                 self.drop(UNREADABLE, f"{place}: {error}")
                 bad = self.dropped[UNREADABLE]
-                if bad["count"] == self.entered == MAX_LEADING_BAD_LINES:  # Fail now instead of after hours.
+                if bad["count"] == self.entered == MAX_LEADING_BAD_LINES:  # An early error saves hours of reading.
                     raise ValueError(
                         f"{bad['samples'][0]}; all of the first {MAX_LEADING_BAD_LINES} entries are unreadable"
                     ) from None
@@ -236,7 +236,7 @@ class StepRun:
         self.file(name or f"{self.source.name}.jsonl").write(json_line(document))
 
     def file(self, name: str) -> HashingWriter:
-        """Open an output. It appears under `name` in the folder when the input is complete."""
+        """Open an output. The output appears under `name` in the folder when the input is complete."""
         if name not in self._files:
             self._files[name] = HashingWriter(self._open.enter_context(atomic_file(self.output / name)))
         return self._files[name]
@@ -254,7 +254,7 @@ class StepRun:
 
 
 def process_input(step: WebtextStep, source: StepInput, output: Path, limit: int | None = None) -> Manifest:
-    """Return the manifest of the input. If its outputs do not exist, make them first. A failure leaves no files."""
+    """Return the manifest of the input. If the outputs do not exist, make them first. A failure leaves no files."""
     expected = {**step.manifest(limit), "input": source.metadata()}
     write = functools.partial(StepRun(step.args, source, output, limit).run, step.work)
     with disk_full_errors(output):

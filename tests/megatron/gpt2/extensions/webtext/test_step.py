@@ -85,7 +85,7 @@ def test_complete_inputs_are_skipped(three: ThreeInputs):
     three.ran()
     three.run()
     assert not three.ran()
-    (three.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # The damage has the same size.
+    (three.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # The damaged file has the same size.
     three.run()
     assert three.ran() == "b" and three.bytes() == whole
     (three.output / "manifests/c.json").unlink()  # The step was killed between the output and its manifest.
