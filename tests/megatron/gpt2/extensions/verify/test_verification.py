@@ -152,8 +152,8 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
     )
     assert page.read_text().count('"alarm">DIFFERS<') == 1
     with pytest.raises(SystemExit, match="2"):
-        main(["--against", str(trace), "--layout", "", *command, "--hidden-size", "64"])
-    refused = "error: the trace is of a different run: --hidden-size is 32 in the trace and 64 here"
+        main(["--against", str(trace), "--layout", "", *command, "--init-method-std", "0.03"])
+    refused = "error: the trace is of a different run: --init-method-std is 0.02 in the trace and 0.03 here"
     assert capfd.readouterr().err.strip() == refused
 
 
