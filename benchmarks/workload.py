@@ -53,7 +53,7 @@ class Workload:
         return ModelConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
-            gelu="erf",  # nanoGPT has only this form.
+            gelu="erf",  # nanoGPT has only the erf form of GELU.
             num_attention_heads=self.num_attention_heads,
             max_position_embeddings=self.seq_length,
             vocab_size=self.vocab_size,

@@ -1,6 +1,6 @@
 # The scripts source this file. ROOT is the project's folder. `find_python EXTRAS` sets PYTHON to an interpreter that
-# can run the project: that of the active environment if it has all packages, otherwise that of $ROOT/.venv, which is
-# made with the versions of constraints.txt if it is missing. Works with Bash 3.2.
+# can run the project. It takes the interpreter of the active environment if that has all packages, and otherwise the one
+# of $ROOT/.venv, which it makes with the versions of constraints.txt if the folder is missing. Works with Bash 3.2.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 LEAST="torch numpy safetensors" # training needs only these
@@ -25,8 +25,8 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 11)
 ' "$@" >/dev/null 2>&1
 }
 
-# suitable_python: prints a Python that can make an environment, python3 before a newer one. Each one is started as a
-# test, because pyenv's commands may exist without working.
+# suitable_python: prints a Python that can make an environment, if possible python3. The function starts each candidate,
+# because commands of pyenv may exist without working.
 suitable_python() {
     local python
     for python in python3 python python3.13 python3.12 python3.11 python3.10; do
@@ -68,7 +68,7 @@ find_python() {
         flock 9 2>/dev/null || true
         has "$own" $needed || install "$1"
     ) 9>"$ROOT/.venv/lock" && has "$own" $needed; then
-        return # PYTHON is .venv's, the last one of the loop
+        return # the loop has set PYTHON to the interpreter of .venv
     fi
     if [ -z "$1" ]; then
         for PYTHON in "$own" python python3; do

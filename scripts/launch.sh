@@ -10,9 +10,9 @@
 #   OMP_NUM_THREADS  threads per rank (default: cores / ranks)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-PROGRAM=pretrain_gpt2.py # under $ROOT; a script may set a different one
+PROGRAM=pretrain_gpt2.py # path below $ROOT; a script may set PROGRAM to a different program
 
-# within NAME VALUE LEAST MOST ADVICE: ends the script unless VALUE is a whole number from LEAST to MOST
+# within NAME VALUE LEAST MOST ADVICE: ends the script with an error unless VALUE is a whole number from LEAST to MOST
 within() {
     case $2 in
         '' | *[!0-9]* | ??????????*) ;; # not digits, or too many for bash's own numbers
@@ -22,7 +22,7 @@ within() {
     exit 2
 }
 
-# read_size DEFAULT: sets SIZE, the ranks that share each layer
+# read_size DEFAULT: sets SIZE to MP_SIZE, MPSIZE or DEFAULT, the number of ranks that share each layer
 read_size() {
     local name=MP_SIZE
     SIZE=${MP_SIZE:-${MPSIZE:-$1}}

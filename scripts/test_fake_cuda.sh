@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Test the GPU code on a fake GPU:   bash scripts/test_fake_cuda.sh [arguments of pytest]
 # Needs torch's CUDA build and g++, but no driver. If the active environment's torch is not a CUDA build, .venv-cuda is
-# made from the package index, once (some GB, a minute). If that is impossible, the tests are skipped, and the last line
-# says why. RECORD_BUDGETS=1 records the current number of kernels of each mode as its budget.
+# made from the package index, once (some GB, a minute). If the installation fails, the tests are skipped, and the last
+# line says why. RECORD_BUDGETS=1 records the current number of kernels of each mode as its budget.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"

@@ -62,7 +62,7 @@ def installed(wheel: Path) -> Path:
     """Return the Python of a new environment with the wheel. A .pth file adds the libraries of this environment, but
     not the project's folder, because Python does not follow the .pth files there."""
     python, site = new_environment(wheel.parent / "environment")
-    install(python, "--no-compile --disable-pip-version-check", wheel)
+    install(python, f"--no-compile --disable-pip-version-check {wheel}", wheel.parent)
     see_libraries(site)
     return python
 
@@ -76,9 +76,8 @@ def new_environment(folder: Path) -> tuple[Path, Path]:
     )
 
 
-def install(python: Path, flags: str, what: Path, cwd: Path | None = None) -> None:
-    line = f"-m pip --python {python} install --quiet --no-deps --no-index {flags} {what}"
-    run([sys.executable, *line.split()], cwd or python.parent)
+def install(python: Path, words: str, cwd: Path) -> None:
+    run([sys.executable, *f"-m pip --python {python} install --quiet --no-deps --no-index {words}".split()], cwd)
 
 
 def see_libraries(site: Path) -> None:
@@ -249,5 +248,5 @@ def test_ours_and_theirs_are_both_found(wheel: Path, theirs: Path, tmp_path: Pat
         assert not {*zipfile.ZipFile(wheel).namelist()} & {*zipfile.ZipFile(their_wheel).namelist()}
         unpack(wheel, site)
     if way == "editable":
-        install(python, "--no-build-isolation -r", Path("requirements.txt"), cwd=source)
+        install(python, "--no-build-isolation -r requirements.txt", source)
     assert look(python, tmp_path) == found_at(site, source if way == "editable" else site)

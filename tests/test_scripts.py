@@ -232,12 +232,10 @@ def test_slurm(project: Project) -> None:
     (project.bin / "srun").chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(project.root), "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
     done = project.run("pretrain_gpt2.slurm --model 345m", **variables)
-    assert done.stdout == (
-        f"8 8 --kill-on-bad-exit=1 {project.bin}/python {project.root}/pretrain_gpt2.py --model 345m\n"
-    ), done.stderr
-    done = project.run("pretrain_gpt2.slurm", **{**variables, "SLURM_SUBMIT_DIR": str(project.elsewhere)})
-    assert done.returncode == 2
-    assert "call sbatch in the project's folder" in done.stderr
+    started = f"{project.bin}/python {project.root}/pretrain_gpt2.py --model 345m"
+    assert done.stdout == f"8 8 --kill-on-bad-exit=1 {started}\n", done.stderr
+    done = project.run("pretrain_gpt2.slurm", **variables | {"SLURM_SUBMIT_DIR": str(project.elsewhere)})
+    assert done.returncode == 2 and "call sbatch in the project's folder" in done.stderr
 
 
 def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:

@@ -133,7 +133,7 @@ def ring_factor(n: int) -> float:
 
 # One of n blocks stays on its rank, so a link carries n - 1 of n blocks.
 block_operation = functools.partial(BenchOperation, bus=lambda n: (n - 1) / n, has_blocks=True)
-# The printed table has this order of operations.
+# The operations by name, in the order of the printed table.
 OPERATIONS = {
     "broadcast": BenchOperation(lambda g, x, y: dist.broadcast(y, group=g, group_src=0), lambda x, g: x[0]),
     "all_reduce_sum": all_reduce(dist.ReduceOp.SUM),
