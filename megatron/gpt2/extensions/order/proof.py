@@ -1,7 +1,8 @@
 """Prove that recorded ranks cannot wait for each other forever, and that their calls match.
 
-The records are played back together. A rank issues its calls in order, and stops at a wait until the call is complete.
-A call is complete when each of its members has started the call with the same number in its channel.
+`Playback` repeats the calls of all ranks together. A rank issues its calls in order, and stops at a wait until the call
+is complete. The calls of a channel have numbers. A call is complete when each of its members has started the call with
+the same number.
 
     nccl the calls of a rank start one after the other, even those of different groups: NCCL demands the same order of
            all communicators, because a call occupies the device until its peers come. The sends and receives of a batch
@@ -121,7 +122,7 @@ class Playback:
         return []
 
     def _first_difference(self, rank: int, other: int, call: RecordedCall) -> list[str]:
-        """Return a line about the first calls of two ranks in a group that are on different lines of the program."""
+        """Return a line about the first call of a group that two ranks make from different lines of the program."""
         if call.name in ("send", "recv"):
             return []
         both = [

@@ -78,9 +78,9 @@ def fit(times: Sequence[float], *columns: Sequence[float] | np.ndarray) -> list[
 
 
 def time_kernel(run: Callable[..., Tensor], operands: Sequence[Tensor], seconds: float) -> np.ndarray:
-    """Return the mean time of a kernel that all ranks repeat for `seconds`, without waiting for each other. It has
-    other operands each time, which the caches do not hold, as in a step. On a CPU it is the processor's time:
-    `Cluster.ranks_per_core` says how many ranks share a core."""
+    """Return the mean time of a kernel that all ranks repeat for `seconds`, without waiting for each other. Each run
+    has different operands, which are not in the caches, as in a step. On a CPU the result is the processor's time,
+    because `Cluster.ranks_per_core` accounts for ranks that share a core."""
     device = operands[0].device
     is_cpu = device.type == "cpu"
     clock = time.process_time if is_cpu else time.perf_counter

@@ -39,21 +39,25 @@ class Cluster:
     """Measured or fitted constants of a cluster.
 
     matmul_flops: rate of large matrix products, in FLOP/s.
-    half_m, half_n, half_k: a product with this number of rows, columns or inner elements runs at half of that rate.
+    half_m, half_n, half_k: a product with this number of rows, columns or inner elements reaches half of
+        `matmul_flops`.
     memory_bandwidth: bytes/s that element-wise kernels reach.
     kernel: seconds that a kernel takes at least.
     launch: seconds of the host per kernel.
-    launch_growth: its growth each time that the tensor-parallel size doubles, because the slowest of the ranks counts.
-    hop: seconds per step of a ring.
+    launch_growth: the share by which `launch` grows each time that the tensor-parallel size doubles, because the
+        slowest rank decides.
+    hop, network_hop: seconds per step of a ring inside a node and between nodes.
     link, data_link: bytes/s of a GPU inside a node, for tensor-parallel and data-parallel groups.
     network: bytes/s of a GPU between nodes.
-    send, network_send: bytes/s between pipeline stages.
+    send, network_send: bytes/s between pipeline stages inside a node and between nodes.
+    send_latency: seconds that a message takes at least.
     step: seconds of a step that do not depend on the model.
     adam: seconds per parameter of a rank.
     function: seconds per element in which a processor computes GELU or an exponential.
     attention: time of fused attention relative to products of its size.
     ranks_per_core: ranks that share the cores of one rank, if there are fewer cores than the ranks have threads.
-    collectives: measured ones by name and group, each with some sizes in increasing order. They replace the formulas.
+    collectives: measured collectives by name and group, each with some sizes in increasing order. They replace the
+        formulas.
     """
 
     gpus_per_node: int

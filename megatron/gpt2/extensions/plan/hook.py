@@ -42,14 +42,17 @@ def describe_failure(error: Exception) -> str:
 
 
 class MemoryPlan(Hook):
-    """Prints the estimated memory of a run, and compares it with the available memory. The run does not need it, so an
-    error of the estimate does not end the run."""
+    """Prints the estimated memory of a run, and compares it with the available memory. The trace of a step takes rank 0
+    0.1 to 0.4 s at the start. The run does not need the estimate, so an error of it does not end the run."""
 
     def __init__(self, config: Config) -> None:
         """Do nothing: the estimate reads the configuration of the trainer, which has the size of the vocabulary."""
 
     def expected_memory(self, trainer: Trainer) -> ExpectedMemory:
-        """Return the estimate by part, for a pipeline its bubble, and a warning if the run will not fit."""
+        """Return the estimate by part, for a pipeline its bubble, and a warning if the run will not fit. Ranks other
+        than 0 print nothing, so they estimate nothing."""
+        if trainer.context.rank_info.rank > 0:
+            return ExpectedMemory([], [], None)
         try:
             return expected_memory(trainer)
         except Exception as error:

@@ -26,7 +26,7 @@ MAX_TRACED_LAYERS = 16
 FEW_LAYERS = (2, 4, 6)
 # Memory is a linear function of the number of layers if it deviates by less than this number of bytes.
 LINEAR_WITHIN = 1 << 20
-# A trace of few layers keeps this number of a line's allocations apart, at the start and the end of a phase.
+# Of the allocations that a line makes in a phase, this number of the first and of the last ones is extrapolated.
 EDGE_COUNT = 4
 PARTS = (
     "weights",
@@ -116,7 +116,7 @@ class MemoryInputs:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of a rank at the time at which it is largest.
+    """The memory of a rank at the moment of its peak.
 
     parts: bytes by part.
     on_host: bytes of host memory, with a GPU.
@@ -228,9 +228,9 @@ def with_few_layers(inputs: MemoryInputs) -> tuple[list[MemoryInputs], float] | 
 
 @functools.lru_cache(maxsize=4096)
 def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
-    """Return the result of `traced_memory`. If all chunks of the model have equally many layers, few layers are
-    traced. Moments at which memory is not a linear function of their number are left out: if layers share buckets, two
-    moments of one key may differ."""
+    """Return the result of `traced_memory`, or an extrapolation of it. Few layers are traced if all chunks of the model
+    have equally many. The extrapolation leaves out moments at which memory is not a linear function of the number of
+    layers. This occurs if layers share buckets."""
     few_layers = with_few_layers(inputs)
     if few_layers is None:
         return traced_memory(inputs, stage)

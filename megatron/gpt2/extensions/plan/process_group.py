@@ -1,7 +1,7 @@
 """Process groups of any size in one process. The groups send nothing, and report each operation.
 
 The program calls torch.distributed as usual, which calls the methods of `FakeProcessGroup`. `fake_groups` makes the
-groups of one rank, for tensors without data; `order/recording.py` makes its own, and gives the tensors values. torch's
+groups of one rank, for tensors without data. `order/recording.py` makes groups that give values to the tensors. torch's
 own fake backend is private, and its operations report no waits.
 """
 
@@ -37,8 +37,8 @@ class Call(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The program waits for call `number`: the host, or on a GPU the current stream. A call that is not asynchronous is
-    waited for at once."""
+    """The program waits for the call with this number: the host waits, or on a GPU the current stream. The program
+    waits at once for a call that is not asynchronous."""
 
     number: int
 
@@ -91,7 +91,7 @@ def _bytes_of(value: Any) -> int:
 @contextlib.contextmanager
 def fake_groups(rank: int, world_size: int, tensor: int, pipeline: int, report: Report) -> Iterator[mpu.ParallelState]:
     """Yield the groups of `rank` with these tensor- and pipeline-parallel sizes. `report` gets each call and each wait.
-    Groups that the process already has exist again afterwards."""
+    Afterwards the process has its former groups again."""
     numbers = itertools.count()
 
     def start(name: str, group: FakeProcessGroup, arguments: tuple[Any, ...]) -> types.SimpleNamespace:

@@ -1,7 +1,7 @@
 """Find the layouts of a run that fit into a given memory, the fastest first.
 
-The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All compute the
-same training. They are sorted by `quick_seconds`, which needs no trace. Then `memory.py` decides which layouts fit.
+The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All give the
+same losses. They are sorted by `quick_seconds`, which needs no trace. Then `memory.py` decides which layouts fit.
 `cheapest_offers` proposes changes to a run that is out of memory. `search` compares layouts on a described cluster, and
 `simulate.py` gives the time of their steps.
 """
@@ -28,7 +28,6 @@ from megatron.gpt2.extensions.plan.memory import (
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
 from megatron.gpt2.pipeline.analysis import timetable
 from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
-from megatron.gpt2.pipeline.schedule import build_schedule
 
 RECOMPUTES = ("none", "selective", "full")
 MODEL_PARALLEL = (1, 2, 4, 8)  # the tensor-parallel sizes that are tried
@@ -160,8 +159,8 @@ class Candidate:
 
 
 class Offer(NamedTuple):
-    """A layout: the flags to add, the bytes of a rank, and the extra time of a step, compared with the asked layout
-    (0.29: 29 %)."""
+    """A proposed layout: the flags to add, the bytes of a rank, and the extra time of a step compared with the layout
+    of the user's flags (0.29: 29 %)."""
 
     flags: str
     bytes: int
@@ -178,18 +177,8 @@ def typical_seconds(inputs: MemoryInputs) -> float:
 
 def bubble(config: Config, num_microbatches: int) -> float:
     """Return the fraction of time in which the ranks wait, if F, B and W of each layer take the same time."""
-    schedule, layers = config.pipeline_schedule(1), tuple(len(layers) for layers in config.layers_of_virtual_stages())
-    return _bubble(schedule.name, schedule.num_ranks, schedule.num_model_chunks, num_microbatches, layers)
-
-
-@functools.lru_cache(maxsize=256)
-def _bubble(name: str, p: int, v: int, m: int, layers: tuple[int, ...]) -> float:
-    of_layer = p / sum(layers)  # A rank with the mean number of layers takes 1 for each of F, B and W.
-    costs = [ActionCosts(*[number * of_layer] * 3) for number in layers]
-    fewer = m if m <= 3 * p else 2 * p + m % p  # The schedule repeats after this number.
-    slowest = 3 * of_layer * max(sum(layers[rank::p]) for rank in range(p))
-    length = timetable(build_schedule(name, p, v, fewer), costs).length + (m - fewer) * slowest
-    return 1 - 3 * m / length
+    costs = [ActionCosts(*[len(layers)] * 3) for layers in config.layers_of_virtual_stages()]
+    return timetable(config.pipeline_schedule(num_microbatches), costs).bubble
 
 
 def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = True) -> Iterator[Candidate]:
@@ -278,8 +267,8 @@ def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
 def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
     """Return up to three layouts that need at most `budget` bytes, the cheapest first.
 
-    Prefers layouts with different techniques, and then variants of them. A layout whose flags contain all flags of a
-    cheaper one is left out."""
+    If possible, the layouts use different techniques, and otherwise different values of one technique. A layout is left
+    out if its flags contain all flags of a cheaper one."""
 
     order = [candidate for candidate in layouts(inputs) if candidate.least <= budget]
     order.sort(key=lambda c: (c.cost, len(c.flags), c.least))

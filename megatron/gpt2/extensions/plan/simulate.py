@@ -1,8 +1,8 @@
 """The modelled time of a training step on a described cluster, from traces of the program.
 
-One rank of each kind of pipeline stage is traced: first, middle and last. The events of a trace are cut into the
-actions of the pipeline schedule, and each stage repeats them in the order of its schedule, with its messages. A stage
-has these queues:
+One rank of each kind of pipeline stage is traced: first, middle and last. An action is the forward pass, the backward
+pass or the weight gradients of a micro-batch in a model chunk. The events of a trace are divided into actions, and each
+stage repeats them in the order of its schedule, with its messages. A stage has these queues:
 
 - the host, which launches kernels and collectives one after the other
 - compute, which runs kernels in order, each after its launch
@@ -62,7 +62,7 @@ class QueueSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step.
+    """The modelled time of a step.
 
     parts: the mean over stages of what compute does or waits for, which add up to `seconds`: "compute", "launch" (waits
         for the host), "tensor", "data", "other" (waits for collectives of these groups) and "pipeline" (waits for other
@@ -75,7 +75,8 @@ class StepTime:
     spans: Sequence[QueueSpan] = ()
 
     def extended(self, fewer: "StepTime", steps: float) -> "StepTime":
-        """Return the step that is longer by `steps` times the difference to `fewer`."""
+        """Extrapolate: return this time plus `steps` times its difference to the time of `fewer` layers or
+        micro-batches."""
         parts = {name: value + steps * (value - fewer.parts[name]) for name, value in self.parts.items()}
         return StepTime(self.seconds + steps * (self.seconds - fewer.seconds), parts)
 
@@ -188,7 +189,7 @@ class Lane:
     now: the time at which compute is free.
     launch: the host's seconds per kernel; 0 on a CPU.
     resumed: the end of its last wait.
-    is_blocked: it waits for a message of unknown time, or has ended.
+    is_blocked: the stage waits for a message whose time is not known yet, or its step has ended.
     """
 
     def __init__(self, stage: int, launch: float, spans: list[QueueSpan] | None) -> None:
@@ -246,8 +247,8 @@ class Lane:
                 yield
 
     def finish(self, first_forward: float) -> None:
-        """Wait as the next step does for collectives that still run, which gather parameters under its first forward:
-        for the first before the forward, for the last before its last layer."""
+        """Wait for collectives that still run. They gather parameters during the first forward pass of the next step.
+        This pass waits for the first collective before it begins, and for the last one before its last layer."""
         ends = sorted(end for end, _ in self._running.values())
         if ends:
             self.wait(max(ends[0], ends[-1] - first_forward), "data")
@@ -257,8 +258,8 @@ def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) ->
     """Return the modelled time of a step.
 
     If there are many layers and micro-batches, few are simulated, since the time of a step is a linear function of
-    both. It is too short if the host's lead from the loss lasts for these few layers, but not for all (6 % in a small
-    model). Raises ValueError if the ranks cannot share the batch.
+    both. The result is too short (6 % in a small model) if the host, which launches kernels ahead during the loss,
+    stays ahead for these few layers but not for all. Raises ValueError if the ranks cannot share the batch.
 
     record: whether to simulate all layers and micro-batches, and to keep the spans of all stages.
     """

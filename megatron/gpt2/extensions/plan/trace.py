@@ -5,11 +5,11 @@ with the process groups of `process_group.py` at the full world size. Every tens
 shape, a dtype and a storage, but no memory. Python code sees the device of the run ("cuda" or "cpu"), so it takes the
 same branches as in the run. A dispatch mode records operators, collectives, allocations and releases in their order.
 
-torch's FakeTensorMode would do the same, but its first operator imports sympy and the compiler (1.3 s, 80 MB), which
-each training run would pay at its start. For CUDA tensors it also needs a CUDA build of torch.
+torch's FakeTensorMode would do the same, but its first operator imports sympy and the compiler (1.3 s, 80 MB). Each
+training run would need this time at its start. For CUDA tensors, FakeTensorMode also needs a CUDA build of torch.
 
-On a CPU, only the first block of rows of the loss's softmax is traced, because all blocks are equal. Its operators are
-counted once per block. Not traced are torch.compile, documents within a sample (they need no more memory), and the
+On a CPU the loss computes its softmax in equal blocks of rows. The trace has only the first block, and its operators
+have the number of blocks as `Operation.times`. The trace leaves out torch.compile, documents within a sample, and the
 choice of the attention kernel.
 """
 
@@ -81,9 +81,9 @@ class Communication(NamedTuple):
 class Allocation(NamedTuple):
     """The allocation of `size` bytes.
 
-    block: the number of the block.
-    device: cuda or cpu.
-    phase: the timer of the program that runs, such as "forward", or "".
+    block: counts the allocations of a trace. `Release` has the same number.
+    device: "cuda" or "cpu".
+    phase: the name of the program's timer that is running, such as "forward", or "" if none is running.
     """
 
     block: int
@@ -100,7 +100,7 @@ class Release(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The beginning of a phase, or its end if `ends`."""
+    """The beginning of a phase of the step, or its end if `ends` is True."""
 
     phase: str
     ends: bool
@@ -132,7 +132,8 @@ def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _elementwise(*args: Any, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
-    """Return a tensor whose dimensions have the same order in memory as the first argument of this shape."""
+    """Return the output of an element-wise operator. Its dimensions have the same order in memory as those of the first
+    argument that has the output's shape."""
     given = tensors_in(args)
     shape = tuple(np.broadcast_shapes(*(x.shape for x in given)))
     like = next((x for x in given if x.shape == shape), None)
@@ -176,7 +177,7 @@ def _layer_norm(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
     return _elementwise(x), *(_row_sums(x).unsqueeze(-1) for _ in range(2))
 
 
-# torch computes the output shapes of these operators in Python with the compiler's libraries.
+# For these operators, torch computes the output shapes with the compiler's libraries. Their import takes a second.
 OUTPUTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "ge gt lt le eq ne isfinite logical_and logical_not".split(),
@@ -228,14 +229,14 @@ def _schema(func: Any) -> tuple[str, bool, list[tuple[int, str]], int]:
     schema = func._schema
     aliases = [(at, a.name, a.alias_info) for at, a in enumerate(schema.arguments) if a.alias_info is not None]
     writes, name = [(at, name) for at, name, alias in aliases if alias.is_write], schema.name.split("::")[1]
-    is_view = bool(aliases) and not writes or name == "_unsafe_view"  # The schema of this view does not say so.
+    is_view = bool(aliases) and not writes or name == "_unsafe_view"  # Its schema names no alias.
     return name, is_view, writes, len(schema.returns)
 
 
 class Recorder(TorchDispatchMode):
     """Runs operators on the meta device and records them.
 
-    device: the type of the run's device.
+    device: the type of the run's device, "cuda" or "cpu".
     """
 
     def __init__(self, device: str) -> None:
@@ -244,7 +245,7 @@ class Recorder(TorchDispatchMode):
         self._blocks: dict[int, tuple[int, str]] = {}  # the number and the device of each storage
         self._outputs: dict[Any, Any] = {}  # by operator and arguments
         self._count = 0
-        self._inside = False  # An operator runs, which must see the device "meta".
+        self._inside = False  # While it is True, `Tensor.device` is "meta".
         self._in_kernel = False
         self.times = 1.0  # `Operation.times` of the next operators
 
@@ -253,7 +254,7 @@ class Recorder(TorchDispatchMode):
         return False  # torch's compiler is then not loaded.
 
     def device_of(self, x: Tensor) -> torch.device:
-        """Return the device of a tensor as the program sees it."""
+        """Return the device that the traced program sees for a tensor, whose real device is "meta"."""
         real: torch.device = torch._C.TensorBase.device.__get__(x)  # type: ignore[attr-defined]
         if real.type != "meta" or self._inside:
             return real
@@ -262,7 +263,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Return a timer of the program, which marks a phase by its name."""
+        """Replace the timer of a run: record the beginning and the end of a phase."""
         before, self.phase = self.phase, phase
         self.events.append(Mark(phase, ends=False))
         yield
@@ -270,7 +271,7 @@ class Recorder(TorchDispatchMode):
         self.phase = before
 
     def add(self, x: Tensor, device: str) -> None:
-        """Record the memory of `x`, if it is new."""
+        """Record an allocation, unless the memory of `x` is already recorded."""
         storage = x.untyped_storage()
         if storage._cdata in self._blocks:
             return
@@ -302,7 +303,7 @@ class Recorder(TorchDispatchMode):
             and device == current
             and kwargs.get("dtype") in (None, args[0].dtype)
         ):
-            return args[0].detach()  # The call is x.to(device), and torch sees the device "meta".
+            return args[0].detach()  # The program calls x.to(device) with the device that x has.
         kwargs.pop("pin_memory", None)
         if requested is not None:
             kwargs["device"] = META
@@ -323,7 +324,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor], out: Any, device: str) -> None:
-        """Record an operator, with the tensors that it gets, writes to, and returns."""
+        """Record an operator with its arguments `given`, the arguments `written` that it changes, and its output."""
         for x in () if written else tensors_in(out):
             self.add(x, device)
         if name not in NO_KERNEL:
@@ -332,8 +333,8 @@ class Recorder(TorchDispatchMode):
             self.events.append(Operation(name, shapes, read, wrote, place(), self.times))
 
     def call_kernel(self, kernel: TritonKernel, *args: Any) -> Any:
-        """Record a kernel for GPUs as one operator, without those of the function that returns its shapes. A call of
-        the custom operator would load torch's compiler."""
+        """Record a Triton kernel as one operator. `kernel.fake` makes its outputs, because a call of the custom
+        operator would load torch's compiler."""
         given = tensors_in(args)
         if not given[0].is_cuda:
             return kernel.reference(*args)
@@ -352,7 +353,7 @@ class Recorder(TorchDispatchMode):
             self._inside = False
 
     def _infer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return new tensors like the outputs, which torch computes once for equal arguments."""
+        """Return the outputs of an operator. torch computes their shapes once for equal arguments."""
         key = func, _map_tensors(_layout, args), _map_tensors(_layout, tuple(kwargs.items()))
         if key not in self._outputs:
             self._outputs[key] = self._run(func, args, kwargs)
@@ -401,7 +402,7 @@ def place() -> str:
 
 
 def _attention(config: Config, device: str) -> Callable[..., Tensor]:
-    """Return a replacement of F.scaled_dot_product_attention, which chooses a kernel by the device of the tensors."""
+    """Return a function that replaces F.scaled_dot_product_attention. It chooses the kernel for the run's device."""
 
     def chosen(
         q: Tensor,
@@ -427,7 +428,7 @@ def _attention(config: Config, device: str) -> Callable[..., Tensor]:
 
 
 def _softmax_of_first_rows(recorder: Recorder) -> Callable[..., Tensor]:
-    """Return a replacement of `vocab_parallel_softmax` on a CPU, for the first of many equal blocks of rows."""
+    """Return a function that replaces `vocab_parallel_softmax` on a CPU. It runs the first of many equal blocks."""
 
     def softmax_of_block(logits: Tensor, targets: Any, weight: Tensor | None, combine: Any) -> Tensor:
         stats = logits.new_empty(3, len(logits), dtype=torch.float32)
@@ -444,7 +445,7 @@ softmax, blocks = kernels.vocab_parallel_softmax, attention._blocks
 
 
 def _largest_block(s: int, heads: int, block: int) -> Any:
-    """Return the largest of many blocks of attention, unless each block keeps tensors for backward."""
+    """Return only the largest block of attention, or all blocks if each of them saves tensors for backward."""
     found = list(blocks(s, heads, block))
     return found if s <= attention.SAVED_UP_TO else [max(found, key=lambda each: each[2] - each[0].start)]
 
@@ -455,7 +456,7 @@ def _no_draws(mask: Any, first_block: int, count: int) -> Tensor:
 
 @contextlib.contextmanager
 def patched(recorder: Recorder, config: Config) -> Iterator[None]:
-    """Replace the functions that need values or a real device."""
+    """Replace functions that need the values of tensors or a real device."""
 
     def of_type(kind: str) -> property:
         return property(lambda x: recorder.device_of(x).type == kind)
@@ -502,7 +503,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
 
 
 def trace_step(config: Config, *, rank: int, world_size: int, device: str, dtype: torch.dtype) -> Trace:
-    """Run one step of `rank` and return what it did.
+    """Run one training step of `rank` on tensors without data, and return its trace.
 
     config: must have the vocabulary size.
     """
@@ -553,7 +554,7 @@ def trace_step(config: Config, *, rank: int, world_size: int, device: str, dtype
         before = recorder.events.copy()
         recorder.events.clear()
         train_step(trainer)
-        # Each parameter is in a circle of references through C++, which Python does not free.
+        # A parameter and its hook refer to each other through C++, so Python would never free them.
         for parameter in state.model.parameters():
             parameter._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
         return Trace(

@@ -125,11 +125,6 @@ def test_a_layout_is_proven(flags: str, world_size: int):
     assert story_of(flags, world_size) == ""
 
 
-def test_the_layouts_are_many():
-    sizes = [layout.world_size for layout in covering_layouts()]
-    assert len(sizes) >= 60 and max(sizes) == 64
-
-
 def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]):
     """Without a batch, gloo starts both directions at the same time, and NCCL one after the other."""
     records: list[RankRecord] = []
@@ -192,10 +187,6 @@ def changed(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[Patch],
         )
 
     return plant
-
-
-def replaced(owner: Any, name: str, value: Any) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(owner, name, value)
 
 
 def without_wait(original: Any, *args: Any, **options: Any) -> Any:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +29,7 @@ from megatron.gpt2.extensions.plan.memory import (
     stage_memory,
     traced_memory,
 )
-from megatron.gpt2.extensions.plan.search import bubble, layouts
-from megatron.gpt2.pipeline.analysis import timetable, uniform_costs
+from megatron.gpt2.extensions.plan.search import layouts
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
 from tests.fork_server import WarmPython
@@ -138,66 +135,26 @@ def test_estimate_matches_torch_allocations(folder: Path, ranks: int, runs: Sequ
             assert computed == pytest.approx(allocated, rel=0.01), said
 
 
+WIDE = "--hidden-size 2048 --num-attention-heads 16 --micro-batch-size 4 --num-layers"
+# Narrow layers share buckets.
+NARROW = "--hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 16 --num-layers"
+
+
 @pytest.mark.parametrize(
-    "flags",
+    "flags, ranks, tolerance",
     [
-        "--precision bf16 --make-vocab-size-divisible-by 50304",
-        pytest.param(
-            "--precision fp32 --recompute-granularity full --micro-batch-size 8 --use-distributed-optimizer "
-            "--nproc-per-node 2",
-            marks=pytest.mark.wide,
-        ),
+        (f"{WIDE} 12", 1, 0.002),
+        (f"{WIDE} 20 --recompute-granularity full --recompute-num-layers 2 --use-distributed-optimizer", 4, 0.002),
+        (f"{WIDE} 16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 4, 0.002),
+        (f"{WIDE} 12 --model-parallel-size 2 --sequence-parallel --zero-stage 2 --global-batch-size 32", 4, 0.002),
+        (f"{NARROW} 10 --recompute-granularity full", 1, 0.06),
     ],
 )
-def test_estimate_matches_resident_memory(tmp_path: Path, flags: str):
-    """The training program's log has both values. malloc is set to return freed blocks to the system.
-    `benchmarks/memory.py` has larger shapes and all layouts."""
-    (tmp_path / "text.txt").write_text("the content of the text does not change the memory. " * 4000)
-    command = (
-        "-m megatron.pretrain_gpt2 --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
-        "--max-position-embeddings 1024 --tokenizer-type bytes --device cpu --attention-dropout 0 --hidden-dropout 0 "
-        f"--train-iters 2 --log-interval 2 --eval-iters 0 --train-data {tmp_path}/text.txt --data-cache-path "
-        f"{tmp_path} --save {tmp_path}/save {flags}"
-    )
-    threshold = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    ran = subprocess.run(
-        [sys.executable, *command.split()],
-        env={**environment, **threshold, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-    )
-    found = re.search(r"expected at the peak: ([\d.,]+).*peak resident: ([\d.,]+)", ran.stdout)
-    assert found, ran.stdout
-    computed, measured = (float(number.replace(",", "")) for number in found.groups())
-    assert computed / measured == pytest.approx(1, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    "flags, ranks",
-    {
-        "--num-layers 12": 1,
-        "--num-layers 20 --recompute-granularity full --recompute-num-layers 2 --use-distributed-optimizer": 4,
-        "--num-layers 16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": 4,
-        "--num-layers 12 --model-parallel-size 2 --sequence-parallel --zero-stage 2 --global-batch-size 32": 4,
-    }.items(),
-)
-def test_few_layers_are_extrapolated_to_all(flags: str, ranks: int):
-    """For narrow layers, whose gradients wait for those of others, the estimate is too high by up to 32 MB."""
-    inputs = gpu_inputs(f"--hidden-size 2048 --num-attention-heads 16 --micro-batch-size 4 {flags}", ranks)
+def test_few_layers_are_extrapolated_to_all(flags: str, ranks: int, tolerance: float):
+    inputs = gpu_inputs(flags, ranks)
     for stage in range(inputs.stages):
         rough, exact = (max(map(held_bytes, found(inputs, stage).values())) for found in (stage_memory, traced_memory))
-        assert rough == pytest.approx(exact, rel=0.002)
-
-
-def test_layers_that_share_buckets_are_extrapolated():
-    flags = "--num-layers 10 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 16"
-    inputs = dataclasses.replace(gpu_inputs(f"{flags} --recompute-granularity full"), device="cpu")
-    rough, exact = (max(map(held_bytes, found(inputs, 0).values())) for found in (stage_memory, traced_memory))
-    assert rough == pytest.approx(exact, rel=0.06)
+        assert rough == pytest.approx(exact, rel=tolerance)
 
 
 @pytest.mark.wide
@@ -220,14 +177,6 @@ def test_micro_batches_that_are_left_out_repeat():
     for stage in range(2):
         more = 18 * 1024 * BATCH_BYTES_PER_TOKEN
         assert estimate_memory(many, stage).total == pytest.approx(estimate_memory(few, stage).total + more, rel=0.001)
-
-
-@pytest.mark.parametrize("flags", ["", "--pipeline-schedule zero-bubble", "--num-virtual-stages-per-pipeline-rank 2"])
-def test_bubble_matches_the_timetable(flags: str):
-    made = config(f"--num-layers 8 --pipeline-model-parallel-size 4 {flags}")
-    for m in (1, 3, 12, 13, 15, 16, 30):
-        schedule = made.pipeline_schedule(m)
-        assert bubble(made, m) == pytest.approx(timetable(schedule, uniform_costs(schedule, 1, 1, 1)).bubble), m
 
 
 def test_ranks_share_the_memory_of_a_machine():
@@ -339,10 +288,6 @@ def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     rows = [line for line in lines if line.endswith("%")]
     assert len({len(line) for line in rows}) == 1, "the rows line up"
     assert any(line.split()[:2] == ["all", f"{found['memory']['total'] / MB:,.0f}"] for line in rows)
-    parts = {key: value for key, value in found["memory"].items() if key not in ("total", "moment", "on_host")}
-    assert sum(parts.values()) == found["memory"]["total"] and len(rows) == 1 + sum(
-        size >= MB // 2 for size in parts.values()
-    )
     fits = found["fits"]
     assert not fits["as_asked"] and len(fits["cheapest"]) == 3
     assert any(line.endswith(fits["cheapest"][0]["flags"]) for line in lines)
@@ -356,22 +301,16 @@ def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     assert all("--pipeline-model-parallel-size" in o["flags"] or "offload" in o["flags"] for o in others)
 
 
-def test_table_has_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
+def test_plan_has_numbers_of_each_stage(capsys: pytest.CaptureFixture[str]):
     flags = "--model 345m --device cuda --pipeline-model-parallel-size 4 --micro-batch-size 4 --global-batch-size 32"
     found = plan_as_json(capsys, flags)
-    assert main(flags.split()) == 0
-    lines = capsys.readouterr().out.splitlines()
     pipeline, memory = found["pipeline"], found["memory"]
     assert found["ranks"] == 4 and found["data_parallel"] == 1
     # With equal stages, the bubble of 1F1B is (p - 1) / (m + p - 1).
     assert (pipeline["schedule"], pipeline["micro_batches"], pipeline["bubble"]) == ("1f1b", 8, 0.2727)
     assert [stage["layers"] for stage in pipeline["stages"]] == [[[0, 5]], [[6, 11]], [[12, 17]], [[18, 23]]]
-    totals = [stage["total"] for stage in pipeline["stages"]]
-    assert memory["total"] == max(totals)
-    assert memory["moment"] == pipeline["stages"][totals.index(max(totals))]["moment"]
-    for number, total in enumerate(totals):
-        assert any(line.split()[:1] == [str(number)] and line.endswith(f" {total / MB:,.0f}") for line in lines)
-    assert any("27% of a step idle" in line for line in lines)
+    largest = max(pipeline["stages"], key=lambda stage: stage["total"])
+    assert (memory["total"], memory["moment"]) == (largest["total"], largest["moment"])
 
 
 @pytest.mark.parametrize(
