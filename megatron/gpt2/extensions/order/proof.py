@@ -47,7 +47,7 @@ class Playback:
         self._records, self._backend = records, backend
         self._next = [0] * len(records)  # the next event of each rank
         self._queues: list[defaultdict[Any, deque[list[RecordedCall]]]] = [defaultdict(deque) for _ in records]
-        # the calls that have started, by meeting and member
+        # the calls that have started, by their key in `_meeting` and by rank
         self._started: dict[Any, dict[int, RecordedCall]] = defaultdict(dict)
         self._meeting: dict[RecordedCall, Any] = {}
         self._complete: set[RecordedCall] = set()
@@ -143,7 +143,7 @@ class Playback:
             for rank, call in waits.items()
         }
         paths = deque([rank] for rank in waits)
-        while paths:  # Search breadth first for a path to a rank that has ended, or back to the start.
+        while paths:  # The first path found is a shortest one, because the search is breadth-first.
             path = paths.popleft()
             for rank in absent[path[-1]]:
                 if rank == path[0] or rank not in waits:

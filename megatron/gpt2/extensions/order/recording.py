@@ -35,11 +35,11 @@ from megatron.gpt2.extensions.plan import process_group
 from megatron.gpt2.extensions.plan.process_group import tensors_in
 
 BACKEND = "recorded"  # the name of the backend in torch.distributed
-# A result of at most this number of elements is the same on all ranks. Bytes are always kept, because torch sends
-# Python objects as bytes.
+# Results with at most this number of elements are the same on all ranks. Results of bytes always are, because torch
+# sends Python objects as bytes.
 KEPT = 1 << 14
 DEPTH = 3  # A call is described by this number of lines of the program, starting at the innermost one.
-# the first address of memory, the address after the last one, and whether the memory is written
+# (first address, address after the last byte, whether the memory is written)
 MemoryRange = tuple[int, int, bool]
 
 
@@ -182,9 +182,9 @@ class CallRecorder(TorchDispatchMode):
         super().__init__()
         self.own, self._earlier, self._batch = own, earlier, 0
         self._counts: Counter[Any] = Counter()  # number of groups by ranks, of calls by channel, and of batches
-        # the ranks and the backend of the next group
+        # the ranks and the backend of the group that the program is making
         self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""
-        # For each call that no wait has ended: its tensors, which must stay alive, and their memory.
+        # by call that no wait has ended: its tensors, so that their memory is not reused, and the ranges of this memory
         self.pending: dict[RecordedCall, tuple[list[Tensor], list[MemoryRange]]] = {}
 
     @classmethod
@@ -240,7 +240,7 @@ class CallRecorder(TorchDispatchMode):
             written, read = ([], first) if name == "send" else (first, [])
         elif name in ("gather", "scatter"):  # Only the root has the other list.
             compared = read if name == "gather" else written
-        elif name == "all_to_all" and any(arguments[2:4]):  # an all-to-all of unequal parts
+        elif name == "all_to_all" and any(arguments[2:4]):  # The parts of this all-to-all have different sizes.
             compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]
@@ -261,7 +261,7 @@ class CallRecorder(TorchDispatchMode):
         """
         key = call.channel, self._count(call.channel)
         given = torch.cat([x.detach().reshape(-1) for x in read]) if read else torch.zeros(1)
-        for x in results:  # A result is the input, a part of it, or repeats the input for all ranks.
+        for x in results:  # The result is the input, a part of it, or the input once for each rank.
             if not any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for y in read) and len(given):
                 x.copy_(given.repeat(-(-x.numel() // len(given)))[: x.numel()].view(x.shape))
         if call.name == "recv" or any(x.numel() > KEPT and x.dtype != torch.uint8 for x in results):

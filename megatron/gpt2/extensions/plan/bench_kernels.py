@@ -45,11 +45,13 @@ from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.extensions.plan.cluster import FLOPS_PER_MULTIPLICATION, Cluster, Measured, collective_key
 from megatron.gpt2.extensions.plan.simulate import BACKWARD_PRODUCTS, CAUSAL, FORWARD_PRODUCTS
 
-PRODUCTS = tuple(itertools.product((256, 1024), (512, 2048), (256, 1024)))  # rows, columns, inner elements
+PRODUCTS = tuple(
+    itertools.product((256, 1024), (512, 2048), (256, 1024))
+)  # rows, columns and inner elements of a product
 ELEMENTS = (1 << 8, 1 << 16, 1 << 19, 1 << 21)
-ATTENTION = (4, 8, 256, 64)  # batch, heads, sequence, head size
+ATTENTION = (4, 8, 256, 64)  # batch size, heads, sequence length, head size
 BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
-LONGEST = 0.5  # After a size that takes longer, in seconds, larger ones are left out.
+LONGEST = 0.5  # If a collective takes longer than this number of seconds, larger sizes are not measured.
 COLLECTIVES = {
     "all_reduce_sum": "all_reduce",
     "all_gather": "all_gather",
@@ -61,7 +63,7 @@ CACHE_BYTES, MAX_COPIES = 96 << 20, 64
 TIMEOUT_MINUTES = 5
 SMALL = 1e-12  # A constant that the fit finds to be 0 gets this value, since a file has positive constants only.
 
-Times = dict[Any, np.ndarray]  # by kernel: [1] seconds; by collective: [2] seconds and those of the processor
+Times = dict[Any, np.ndarray]  # by kernel: [1] seconds; by collective: [2] seconds, and seconds of the processor
 
 
 def fit(times: Sequence[float], *columns: Sequence[float] | np.ndarray) -> list[float]:
@@ -169,7 +171,7 @@ def fit_cluster(kernels: Times, collectives: Times, itemsize: int, nodes: int, r
     kernel, per_byte = fit(
         [kernels["add", size][0] for size in ELEMENTS],
         np.ones(len(ELEMENTS)),
-        [3 * itemsize * size for size in ELEMENTS],  # two are read and one is written
+        [3 * itemsize * size for size in ELEMENTS],  # An addition reads two tensors and writes one.
     )
     measured = rows_of_collectives(collectives)
     reduce, send = (measured[collective_key(name, ranks, nodes)] for name in ("all_reduce", "send"))

@@ -62,7 +62,7 @@ BYTES_PER_PARAMETER = 20  # Megatron's training state of 2019 had this size.
 SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 FAILURES = 0.0038  # failures of a node per day: 419 in 54 days of 2,048 nodes of H100 (arXiv:2407.21783, section 3.3.4)
 RESTART = 600  # seconds from a failure to the first new step
-SEARCHED_SHARE = 0.9  # A layout may use this share of the memory.
+SEARCHED_SHARE = 0.9  # --search finds layouts that use at most this share of a GPU's memory.
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -141,7 +141,7 @@ def planned_inputs(config: Config, ranks: int) -> MemoryInputs:
     dtype = torch.bfloat16
     if device == "cpu" or has_gpu or train.precision != "auto":
         dtype, _ = devices.choose_precision(train.precision, torch.device(device))
-    # This process has loaded the same libraries as a run that has no model yet.
+    # The planner has loaded the same libraries as a training process before it builds its model.
     fixed = CUDA_CONTEXT if device == "cuda" else resident_memory().get("resident", 0)
     return MemoryInputs(config, ranks, device, dtype, fixed, bool(devices.set_allocator(torch.device(device))))
 
@@ -175,14 +175,14 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
     s, b, h = config.data.seq_length, train.micro_batch_size, model.hidden_size
     hidden = 2 * s * b * h
     whole = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=tp)
-    # number of inputs that are kept: one for each recomputed group of layers
+    # With recomputation, each group of layers saves only its input.
     inputs = -(-model.num_layers // train.recompute_num_layers) * hidden
     parts = dict.fromkeys(PARTS, 0) | {
         "weights": 2 * parameters,
         "gradients": 2 * parameters,
         "optimizer": (BYTES_PER_PARAMETER - 4) * parameters,
-        # These are the outputs of the last layer and of the norm, and the mask of the embeddings' dropout (1 byte per
-        # element).
+        # In addition: the outputs of the last layer and of the final norm, and the dropout mask of the embeddings
+        # (1 byte per element).
         "activations": (inputs if train.recompute_granularity == "full" else whole) + 2 * hidden + hidden // 2,
         "logits and loss": 3 * 4 * s * b * padded_vocab_size(model.vocab_size, divisor, tp) // tp,
     }

@@ -19,7 +19,7 @@ from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.setup import RunContext
 from megatron.gpt2.train.trainer import Trainer
 
-# A proposed layout may use this share of the memory, because estimates are right within 10 % (benchmarks/memory.py).
+# A proposed layout may use this share of the memory, because estimates have errors of up to 10 % (benchmarks/memory.py).
 MARGIN = 0.9
 
 
@@ -74,8 +74,8 @@ class MemoryPlan(Hook):
 
 
 def expected_memory(trainer: Trainer) -> ExpectedMemory:
-    """Estimate the memory of a run. The peak is that of rank 0, which writes the log: of torch's allocator on a GPU,
-    otherwise of the process."""
+    """Estimate the memory of a run. `peak` is the peak of rank 0, because rank 0 writes the log. On a GPU it counts the
+    memory of torch's allocator, and on a CPU the memory of the process."""
     context = trainer.context
     inputs = memory_inputs(context)
     memory, of_rank_0 = estimate_memory(inputs), estimate_memory(inputs, 0)

@@ -4,8 +4,8 @@ Memory is largest at some line of the program. An allocation belongs to the grad
 communication by the file that makes it. All other allocations are activations if they exist after their forward pass,
 and otherwise temporary.
 
-A trace has fewer micro-batches than the step if there are many, because after two for each pipeline stage the memory
-repeats. It also has few layers: at each line of the program, memory is a linear function of the number of layers.
+If a step has many micro-batches, its trace has fewer, because after two for each pipeline stage the memory repeats. A
+trace also has few layers, because at each line of the program memory is a linear function of the number of layers.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import torch
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Operation, Release, Trace, trace_step
 
-# A chunk of at most this number of layers is traced as it is, which takes as long as the traces of few layers.
+# A chunk with at most this number of layers is traced completely: the traces of few layers would take as long.
 MAX_TRACED_LAYERS = 16
 FEW_LAYERS = (2, 4, 6)
 # Memory is a linear function of the number of layers if it deviates by less than this number of bytes.
@@ -55,16 +55,15 @@ PHASE_NAMES = {
     "allreduce": "the reduction of gradients",
     "optimizer": "the optimizer",
 }
-# For each token of a step, the text, tokens and labels take int64, and mask and weight float32.
+# bytes of a step's tokens: text, inputs, labels, masks and weights
 BATCH_BYTES_PER_TOKEN = 40
-# A process on a CPU needs this resident memory in addition to the memory before the model exists, without file pages
-# (torch 2.13): the buffers of the matrix libraries, and the compiler's Python objects, which torch's checkpoint also
-# needs.
+# On a CPU a training process needs this memory in addition to the memory before the model exists (torch 2.13, without
+# file pages): the buffers of the matrix libraries, and the objects of torch's compiler, which recomputation imports.
 LIBRARY_BYTES, COMPILER_BYTES = 24 << 20, 45 << 20
 # CUDA's context and the kernels of torch, NCCL and cuBLAS take 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
-# The fragmentation of glibc's heap is a share of stored activations, of gradients, and of temporary tensors. The shares
-# are fitted to runs, see docs/explanation/memory.md.
+# glibc's heap is fragmented: it needs more memory, by these shares of the parts. The shares are fitted to measured runs
+# (docs/explanation/memory.md).
 FRAGMENTATION = {
     "activations": 0.2,
     "gradients": 0.4,
@@ -148,7 +147,9 @@ def low_bytes(inputs: MemoryInputs) -> float:
     layers = sum(map(len, config.layers_of_virtual_stages()[::pp]))
     parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / tp
     on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
-    moments = 0 if on_host else 8 if inputs.dtype == torch.float32 else 12  # with masters, if the weights are rounded
+    moments = (
+        0 if on_host else 8 if inputs.dtype == torch.float32 else 12
+    )  # 12 includes float32 masters of rounded weights.
     state = inputs.dtype.itemsize + moments / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
     # The gradients of a single micro-batch are freed as soon as they are reduced.
     frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
@@ -159,7 +160,9 @@ def low_bytes(inputs: MemoryInputs) -> float:
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
     replicated, split = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
-    of_layer = replicated / (tp if parallel.sequence_parallel else 1) + split / tp  # bytes per token and h
+    of_layer = (
+        replicated / (tp if parallel.sequence_parallel else 1) + split / tp
+    )  # bytes of a layer's activations per token and hidden unit
     in_flight = min(pp + (pp - 1) * (vpp > 1) / vpp, inputs.num_microbatches)
     tokens = train.micro_batch_size * config.data.seq_length
     return state * parameters + tokens * h * layers * in_flight * of_layer + inputs.fixed

@@ -91,12 +91,12 @@ def _bytes_of(value: Any) -> int:
 @contextlib.contextmanager
 def fake_groups(rank: int, world_size: int, tensor: int, pipeline: int, report: Report) -> Iterator[mpu.ParallelState]:
     """Yield the groups of `rank` with these tensor- and pipeline-parallel sizes. `report` gets each call and each wait.
-    Afterwards the process has its former groups again."""
+    After the block, the process has its former groups again."""
     numbers = itertools.count()
 
     def start(name: str, group: FakeProcessGroup, arguments: tuple[Any, ...]) -> types.SimpleNamespace:
         ranks = group.ranks
-        if name in ("send", "recv"):  # The arguments are tensors, peer and tag.
+        if name in ("send", "recv"):  # `arguments` are the tensors, the peer and the tag.
             ends = rank, ranks[arguments[1]]
             ranks = ends if name == "send" else ends[::-1]
         call = Call(next(numbers), name, ranks, max(map(_bytes_of, arguments)))

@@ -30,19 +30,22 @@ from megatron.gpt2.pipeline.analysis import timetable
 from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
 
 RECOMPUTES = ("none", "selective", "full")
-MODEL_PARALLEL = (1, 2, 4, 8)  # the tensor-parallel sizes that are tried
+MODEL_PARALLEL = (1, 2, 4, 8)  # `layouts` yields these tensor-parallel sizes.
 LARGEST_MICRO_BATCH = 16
-TRIES = 4  # At most this number of layouts is tried for each one that is returned.
+TRIES = 4  # `search` traces at most this number of layouts for each layout that it returns.
 DAY = 86400.0
 # `quick_seconds` uses the following constants.
-REPLICATED, SPLIT = 30, 32  # hidden states that the kernels of a layer move: on each rank, and divided by tensor ranks
+# The element-wise kernels of a layer read and write this number of hidden states. All tensor-parallel ranks move the
+# first number, and they share the second one.
+REPLICATED, SPLIT = 30, 32
 KERNELS = 60  # kernels of a layer, forward and backward
 GRADIENT_BYTES = 8  # A micro-batch reads and writes this number of bytes per parameter to sum its gradients.
 SUM_BYTES = 3  # An all-reduce of 3 bytes is as long as a reduce-scatter of float32 and an all-gather of 16 bits.
-SELECTIVE, PARTITIONED, OFFLOADED = 0.02, 0.01, 0.01  # shares of a step that these techniques add
+# --recompute-granularity selective, --partition-activations and --checkpoint-in-cpu lengthen a step by these shares.
+SELECTIVE, PARTITIONED, OFFLOADED = 0.02, 0.01, 0.01
 ZERO_BUBBLE = 1 / 3  # This share of the bubble remains, if F, B and W take the same time.
 PCIE, HOST_MEMORY = 25e9, 50e9  # bytes per second
-# The machines of `cheapest_offers`: an H100, and a CPU with some cores, in round numbers.
+# `cheapest_offers` assumes these machines, in round numbers: an H100, and a CPU with a few cores.
 GPU = Cluster(
     gpus_per_node=8,
     memory=80e9,
@@ -105,7 +108,9 @@ def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
     kernels = KERNELS * layers
     products = (flops - head_flops) / tp / p / rate
     moved = layers * hidden * (REPLICATED / shared + SPLIT / tp)
-    reduced = layers * float(cluster.all_reduce(hidden, tp, link=cluster.link))  # one all-reduce of each layer
+    reduced = layers * float(
+        cluster.all_reduce(hidden, tp, link=cluster.link)
+    )  # the time of one all-reduce in each layer
     again = {"none": 0.0, "selective": SELECTIVE * products, "full": products / 3 + 2 * reduced}
     parameters = (12 * layers * h + vocab) * h / tp
     moved += GRADIENT_BYTES * parameters
@@ -116,10 +121,10 @@ def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
     idle = (p - 1) * stage / chunks
     if parallel.pipeline_schedule == "zero-bubble":
         idle *= ZERO_BUBBLE
-    elif chunks > 1:  # Chunks wait for whole groups of micro-batches.
+    elif chunks > 1:  # The interleaved schedule needs whole groups of p micro-batches.
         idle += -m % p * stage
     data = float(cluster.all_reduce(SUM_BYTES * parameters, dp, tp, link=cluster.data_link)) if dp > 1 else 0.0
-    # Gradients are summed under the backward pass of the last micro-batch.
+    # The reduction of gradients overlaps with the backward pass of the last micro-batch.
     data = data * m if parallel.shard_gradients else max(data - stage * 2 / 3, data / m / 10)
     step = m * (stage + head_flops / tp / rate) + idle + 2 * send * (m * chunks + p - 1) + data + cluster.step
     step += cluster.adam * owned
@@ -140,8 +145,8 @@ class Candidate:
     """A layout with its memory and its cost."""
 
     inputs: MemoryInputs
-    flags: tuple[str, ...]  # These flags are added to the command line.
-    least: float  # a low estimate of its memory, in bytes
+    flags: tuple[str, ...]  # the flags that change the command line to this layout
+    least: float  # the result of `low_bytes`
 
     @functools.cached_property
     def cost(self) -> float:
@@ -235,7 +240,7 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
             except ValueError:  # The flags exclude each other, or the sizes of this layout do not divide each other.
                 continue
             if b == requested.train.micro_batch_size and dp == inputs.data_parallel_size:
-                del train["global_batch_size"]  # The flag would not change it.
+                del train["global_batch_size"]  # The run has this global batch size without the flag.
             flags = (
                 *changed_flags("parallel", requested.parallel, parallel),
                 *changed_flags("train", requested.train, train),
@@ -273,14 +278,14 @@ def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
     order = [candidate for candidate in layouts(inputs) if candidate.least <= budget]
     order.sort(key=lambda c: (c.cost, len(c.flags), c.least))
     found: list[Candidate] = []
-    for end in (1, None):  # compare the names of the flags, and then also their values
+    for end in (1, None):  # 1 compares only the names of flags, None also their values.
 
         def names(candidate: Candidate, end: int | None = end) -> set[tuple[str, ...]]:
             return {tuple(flag.split()[:end]) for flag in candidate.flags}
 
         for candidate in order:
             is_new = not any(names(other) <= names(candidate) for other in found)
-            # Only layouts that can be returned are traced.
+            # `fits` traces a step, so it comes last.
             if len(found) < 3 and is_new and candidate.fits(budget):
                 found.append(candidate)
     found.sort(key=lambda c: (c.cost, len(c.flags), c.memory.total))

@@ -37,11 +37,11 @@ from megatron.gpt2.pipeline.p2p_schedule import P2PMessage, build_p2p_schedule, 
 from megatron.gpt2.pipeline.schedule import Action, Kind
 
 PARTS = ("compute", "launch", "tensor", "data", "other", "pipeline")
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # numbers of matrix products of fused attention, which recomputes the scores
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # Fused attention has these matrix products. It recomputes the scores.
 CAUSAL = 0.5  # Causal attention computes this share of the scores.
 READS_ROWS = ("embedding", "index_select", "gather")  # These operators read a part of their first tensor.
 FUNCTIONS = {"gelu": 1, "gelu_backward": 2, "exp": 1, "exp_": 1}  # exponentials for each element
-# kind, model chunk, and micro-batch of the trace: 0 stands for all but the last one, 1 for the last one
+# the kind, the model chunk, and 1 for the last micro-batch of a step or 0 for any other
 TracedAction = tuple[Kind, int, int]
 
 
@@ -197,7 +197,9 @@ class Lane:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self._host, self._spans = 0.0, spans
         self._queues = defaultdict[tuple[int, ...], float](float)
-        self._running: dict[int, tuple[float, str]] = {}  # the end and the kind of each call
+        self._running: dict[
+            int, tuple[float, str]
+        ] = {}  # by `Call.number`: the end and the kind of a collective that runs
 
     def wait(self, end: float, part: str) -> None:
         """Let the compute queue wait until `end`."""
@@ -296,7 +298,7 @@ def _run_stages(
     steps = build_p2p_schedule(schedule)
     tokens = config.train.micro_batch_size * config.data.seq_length
     size = inputs.dtype.itemsize * tokens * config.model.hidden_size // (tp if config.parallel.sequence_parallel else 1)
-    posted: dict[tuple[P2PMessage, int], float] = {}  # the time at which a rank is ready for a message
+    posted: dict[tuple[P2PMessage, int], float] = {}  # the time at which a rank is ready to send or receive a message
     spans: list[QueueSpan] = []
     launch = float(cluster.host(1, tp)) if inputs.device == "cuda" else 0.0
     lanes = [Lane(stage, launch, spans if record else None) for stage in range(pp)]
@@ -339,7 +341,7 @@ def _run_stages(
                 yield from wait(sent)
                 sent = batch if step.sends else []
                 posted.update({(message, stage): lane.now for message in batch})
-                # gloo waits for each message, NCCL for the batch.
+                # With gloo the program waits for each message, with NCCL for all messages of a batch.
                 batch_of |= {message: [message] if inputs.device == "cpu" else batch for message in step.receives}
             if (action := step.action) is not None:
                 if message := input_message(schedule, stage, action):

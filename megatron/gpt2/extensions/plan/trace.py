@@ -242,8 +242,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device, self.events, self.phase = device, list[Event](), ""
-        self._blocks: dict[int, tuple[int, str]] = {}  # the number and the device of each storage
-        self._outputs: dict[Any, Any] = {}  # by operator and arguments
+        self._blocks: dict[int, tuple[int, str]] = {}  # by storage: the number of the block, and its device
+        self._outputs: dict[Any, Any] = {}  # the outputs of an operator, by its name and arguments
         self._count = 0
         self._inside = False  # While it is True, `Tensor.device` is "meta".
         self._in_kernel = False
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's compiler is then not loaded.
+        return False  # True would load torch's compiler.
 
     def device_of(self, x: Tensor) -> torch.device:
         """Return the device that the traced program sees for a tensor, whose real device is "meta"."""
@@ -398,7 +398,7 @@ def place() -> str:
     return "autograd"
 
 
-# --- the surroundings of a step ---------------------------------------------------------------------------------------
+# --- what a step needs around it --------------------------------------------------------------------------------------
 
 
 def _attention(config: Config, device: str) -> Callable[..., Tensor]:
@@ -462,7 +462,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
         return property(lambda x: recorder.device_of(x).type == kind)
 
     def for_meta(real: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: instead(x) if _is_meta(x) else real(x)  # Other threads use tensors with data.
+        return lambda x: instead(x) if _is_meta(x) else real(x)  # Tensors of other threads have data.
 
     def tensor(data: Any, *, device: Any = "cpu", real: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:
         on_host = torch.device(device).type == "cpu"

@@ -38,7 +38,7 @@ Patch = pytest.MonkeyPatch
 def story_of(
     flags: str, world_size: int, plant: Callable[[Patch], object] = lambda patch: None, ranks: tuple[int, ...] = ()
 ) -> str:
-    """Return the lines about the fault of a run of the program, which is only in `ranks`."""
+    """Run the program with a fault that `plant` makes in `ranks`. Return the lines that explain the fault."""
     real = command.run
 
     def run(values: dict[str, Any], rank: int, size: int) -> None:
@@ -109,7 +109,7 @@ def covering_layouts() -> list[Layout]:
         (Layout(2, 1, 2, "1f1b", "", "", 3).flags, 4),
         (Layout(1, 1, 2, "1f1b", f"{SHARDED} --shard-gradients", "", 3).flags, 2),
         *(
-            # More ranks take 10 to 25 s of one core each.
+            # A layout of more than 8 ranks takes 10 to 25 s of one core.
             pytest.param(flags, world_size, marks=pytest.mark.wide if world_size <= 8 else pytest.mark.slow)
             for flags, world_size in (
                 *((layout.flags, layout.world_size) for layout in covering_layouts()),
@@ -126,7 +126,7 @@ def test_a_layout_is_proven(flags: str, world_size: int):
 
 
 def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]):
-    """Without a batch, gloo starts both directions at the same time, and NCCL one after the other."""
+    """Without `batch_isend_irecv`, gloo sends and receives at the same time, and NCCL one after the other."""
     records: list[RankRecord] = []
     for rank in range(2):
         with record(rank, 2, records):
@@ -205,7 +205,6 @@ def interleaved(*_: Any) -> None:
     groups = [state.tensor_model_parallel_group, state.data_parallel_group]
     if state.rank in (1, 2):
         groups.reverse()
-    # The calls are interleaved.
     works = [dist.all_reduce(torch.zeros(4), group=group, async_op=True) for group in groups]
     for work in works:
         work.wait()
@@ -217,7 +216,7 @@ def opposing_sends(*_: Any) -> None:
 
 
 class Fault(NamedTuple):
-    """A fault of `ranks`.
+    """A fault that is planted in `ranks`.
 
     line: the file and the text of a line that the report must name.
     """
@@ -375,7 +374,7 @@ IN_DEFAULT_RUN = ("missed wait for gradients", "collective in a save")
 
 
 def test_the_lines_of_the_faults_exist():
-    """The faults of the wide run name lines of the program by their text, which changes with the program."""
+    """Faults name lines of the program by their text. If a line changes, this test fails before the wide run does."""
     assert [name for name, fault in FAULTS.items() if not line_numbers(fault.file, fault.line)] == []
 
 

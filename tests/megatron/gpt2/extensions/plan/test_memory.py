@@ -1,5 +1,5 @@
-"""The estimated memory of a rank is compared with published figures, torch's allocations and resident memory. The file
-also tests tools/plan.py, which prints the plan."""
+"""Compare the estimated memory of a rank with published figures and with torch's allocations, and test tools/plan.py,
+which prints the estimate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def estimate_and_peak(rank: int, world_size: int, folder: str, flags: str) -> tu
     state = [trainer.state.buffer.params, *(t for moment in trainer.state.optimizer.moments.values() for t in moment)]
     state += trainer.state.buffer.masters if trainer.context.dtype != torch.float32 else []
     inputs = MemoryInputs(trainer.config, world_size, "cpu", trainer.context.dtype, 0)
-    # The estimate of a process counts a bucket when it is written, but this one when it is allocated.
+    # "total" counts a gradient bucket when it is written, "allocated" when it is allocated.
     allocated = next(iter(stage_memory(inputs, inputs.stage_of(rank)).values()))["allocated"]
     finish(trainer)
     return allocated, counter.peak + sum(t.nbytes for t in state)
@@ -95,7 +95,7 @@ TWO_RANKS = (
     f"{OF_TWO} --use-distributed-optimizer --shard-gradients --global-batch-size 16 --ddp-bucket-size 300000",
     f"{OF_TWO} --model-parallel-size 2 --recompute-granularity full --partition-activations",
 )
-# Two stages have unequal chunks, with 3 micro-batches or 4.
+# The pipelines have two stages, which may have different numbers of layers, and 3 or 4 micro-batches.
 STAGES = f"{OF_TWO} --pipeline-model-parallel-size 2"
 TWO_STAGES = (
     f"{STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 --global-batch-size 8",
@@ -136,7 +136,7 @@ def test_estimate_matches_torch_allocations(folder: Path, ranks: int, runs: Sequ
 
 
 WIDE = "--hidden-size 2048 --num-attention-heads 16 --micro-batch-size 4 --num-layers"
-# Narrow layers share buckets.
+# Several narrow layers share a gradient bucket.
 NARROW = "--hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 16 --num-layers"
 
 
@@ -162,7 +162,7 @@ def test_low_estimate_is_never_above_the_trace():
     flags = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 2"
     found = [
         candidate
-        for batch in (8, 32)  # with one micro-batch, gradients are freed
+        for batch in (8, 32)  # With one micro-batch, a rank frees reduced gradients.
         for candidate in [*layouts(gpu_inputs(f"{flags} --global-batch-size {batch}", ranks=4))][::23]
     ]
     assert len(found) > 10
@@ -171,7 +171,7 @@ def test_low_estimate_is_never_above_the_trace():
 
 
 def test_micro_batches_that_are_left_out_repeat():
-    """The trace of a long step has fewer micro-batches, and the same memory except for the tokens of the step."""
+    """A step of 24 micro-batches needs as much memory as a step of 6, except for its tokens."""
     flags = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --pipeline-model-parallel-size 2"
     few, many = (gpu_inputs(f"{flags} --micro-batch-size 1 --global-batch-size {m}", ranks=2) for m in (6, 24))
     for stage in range(2):
@@ -205,7 +205,7 @@ def test_each_technique_saves_memory():
     offloaded = estimate_memory(gpu_inputs(f"--model 345m {full} --checkpoint-in-cpu", ranks=2))
     saved = estimate_memory(gpu_inputs("--model 345m --async-save"))
     for memory, size in ((offloaded, 24 * 64 * 1024 * 1024 * 2), (saved, 14 * 354_871_296)):
-        assert 0 <= memory.on_host - size < MB  # The tokens of the batch count, too.
+        assert 0 <= memory.on_host - size < MB  # The difference is the tokens of the batch.
 
 
 def test_a_plan_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch):
@@ -220,8 +220,8 @@ def test_a_plan_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch):
     assert plan.explain_out_of_memory(trainer.context) is None
 
 
-# The program runs under a limit like `ulimit -v`. The limit is added to the address space that the imported libraries
-# already use, which is gigabytes with CUDA.
+# The program runs under a limit like `ulimit -v`: 555 MB more than the address space of the imported libraries, which
+# take gigabytes with CUDA.
 LIMITED = """
 import re, resource, runpy, megatron.gpt2.commands.pretrain_gpt2
 taken = 1024 * int(re.findall(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[0])
@@ -267,7 +267,7 @@ def plan_as_json(capsys: pytest.CaptureFixture[str], flags: str, code: int = 0) 
 def test_published_memory_of_megatron_2019(
     capsys: pytest.CaptureFixture[str], p: int, steady: int, peak: int, parameters: int
 ):
-    """These are MB after 100 iterations and at the peak, in fp16 with 8 × 1,024 tokens and activation checkpointing."""
+    """NVIDIA published MB after 100 iterations and at the peak: fp16, 8 × 1,024 tokens, activation checkpointing."""
     flags = "--model 345m --recompute-granularity full --accounting megatron-2019 --model-parallel-size"
     found = plan_as_json(capsys, f"{flags} {p}")
     of_2019 = found["megatron_2019"]
@@ -294,7 +294,7 @@ def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     # The layout that is proposed first fits.
     again = plan_as_json(capsys, f"{flags} {fits['cheapest'][0]['flags']}")
     assert again["fits"]["as_asked"] and again["memory"]["total"] == fits["cheapest"][0]["bytes"]
-    # The heads cannot be split and a whole model does not fit, so only stages remain.
+    # The 25 heads cannot be divided and a whole model does not fit, so only pipelines remain.
     few = "--micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --memory-gb 9"
     best, *others = plan_as_json(capsys, f"--model 1.5b --device cuda --ranks 8 {few}")["fits"]["cheapest"]
     assert "--pipeline-model-parallel-size" in best["flags"]

@@ -72,7 +72,7 @@ def test_parts_add_up_and_few_layers_stand_for_all(flags: str, ranks: int) -> No
     ],
 )
 def test_pipeline_takes_as_long_as_its_timetable(flags: str) -> None:
-    """Every kernel takes a second, and launches and messages take no time."""
+    """On this machine every kernel takes a second, and launches and messages take no time."""
     free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
     machine = cluster(**free, launch=1e-30, send_latency=1e-30, kernel=1.0)
     inputs = gpu_inputs(f"{PIPELINE} --num-layers 8 {flags}", 2)
@@ -92,8 +92,8 @@ def test_pipeline_takes_as_long_as_its_timetable(flags: str) -> None:
 
 
 def test_stages_share_cores() -> None:
-    """Two stages on one core work in turn, without a bubble. On separate machines, each core still has two ranks, as
-    the machine's file says, so a stage gets half of it."""
+    """Two stages on one core work in turn, without a bubble. On two machines each core also has two ranks
+    (`ranks_per_core`), so a stage gets half of a core."""
     free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
     machine = cluster(**free, send_latency=1e-30, kernel=1.0)
     inputs = dataclasses.replace(gpu_inputs(f"{PIPELINE} --num-layers 4", 2), device="cpu")
@@ -125,7 +125,7 @@ def test_bad_files_of_clusters_are_one_line(change: dict[str, Any], message: str
 
 
 def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks measure this machine, and the file describes it for the plan."""
+    """bench_kernels writes a file with two ranks, and the plan reads it."""
     path = tmp_path / "machine.json"
     words = f"tools/bench_kernels.py --nproc-per-node 2 --rounds 1 --seconds 0.001 --output {path}"
     subprocess.run([python.python, *words.split()], check=True, cwd=ROOT, timeout=100)
@@ -148,7 +148,7 @@ def test_gradients_are_summed_under_backward() -> None:
     assert slow.seconds > seconds_of(slow, "data") > 10 * seconds_of(fast, "data")
     sent = sum(int(s.text.split()[0].replace(",", "")) for s in fast.spans if s.queue == "data")
     parameters = inputs.config.model.num_layers * 12 * 512**2 + 50304 * 512
-    assert sent == pytest.approx(6 * parameters, rel=0.02)  # Gradients are float32, parameters bf16.
+    assert sent == pytest.approx(6 * parameters, rel=0.02)  # 4 bytes of a gradient and 2 bytes of a parameter
 
 
 def test_interval_between_checkpoints_is_the_best() -> None:
@@ -168,7 +168,7 @@ def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)["found"]
     assert len(found) >= 5
     assert [row["seconds"] for row in found] == sorted(row["seconds"] for row in found)
-    # The plan of the printed command gives the same numbers.
+    # The plan of the first layout gives the same numbers as the search.
     path = tmp_path / "step.json"
     assert main([*flags, *found[0]["flags"].split(), "--perfetto", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -179,7 +179,7 @@ def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_page_of_a_real_step(tmp_path: Path) -> None:
-    """The profiler's outermost operators are on the page, with their shapes."""
+    """The page shows the outermost operators of the profiler's trace, with their shapes."""
     path, page = tmp_path / "profile.json.gz", tmp_path / "step.html"
     with profile(record_shapes=True) as profiled:
         torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
