@@ -91,7 +91,7 @@ def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
     """Return a rough time of a step. It sorts layouts, because a trace of each would take too long.
 
     A layer takes as long as its matrix products, the bytes of its other kernels and its all-reduces. If the host needs
-    longer to launch its kernels, this time counts. All stages wait for the one that also computes the head.
+    longer to launch its kernels, this time counts. All stages wait for the stage that also computes the head.
     """
     config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
     assert model.vocab_size is not None
@@ -345,18 +345,9 @@ def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> l
     best_by_layout: dict[tuple[Any, ...], tuple[Candidate, StepTime]] = {}
     tries = 0
     for candidate in sorted(candidates, key=lambda each: quick_seconds(each.inputs, cluster)):
-        new_inputs = candidate.inputs
-        tp, schedule = (
-            new_inputs.config.parallel.tensor_model_parallel_size,
-            new_inputs.config.parallel.pipeline_schedule,
-        )
-        key = (
-            tp,
-            new_inputs.stages,
-            new_inputs.config.num_model_chunks,
-            schedule,
-            new_inputs.config.train.micro_batch_size,
-        )
+        new_inputs, config, parallel = candidate.inputs, candidate.inputs.config, candidate.inputs.config.parallel
+        sizes = parallel.tensor_model_parallel_size, new_inputs.stages, config.num_model_chunks
+        key = *sizes, parallel.pipeline_schedule, config.train.micro_batch_size
         if key in best_by_layout:
             continue
         if len(best_by_layout) == count or tries == TRIES * count:

@@ -184,7 +184,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
         lambda *args: _elementwise(*args, dtype=torch.bool),
     ),
     **dict.fromkeys(
-        "abs add bitwise_and bitwise_not clamp_max clamp_min clone div empty_like exp gelu gelu_backward log "
+        "abs add bitwise_and bitwise_not clamp_max clamp_min div empty_like exp gelu gelu_backward log "
         "masked_fill mul nan_to_num neg ones_like pow reciprocal remainder round rsub sqrt sub trunc where "
         "zeros_like".split(),
         _elementwise,
@@ -193,7 +193,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
         "full_like tril triu _softmax _safe_softmax _softmax_backward_data".split(), lambda x, *_, **__: _elementwise(x)
     ),
     **dict.fromkeys(["mm", "bmm"], _product),
-    **dict.fromkeys(["amax", "max", "sum"], _reduce),
+    **dict.fromkeys(["amax", "sum"], _reduce),
     "addmm": lambda bias, a, b: _product(a, b),
     "all": lambda x: _reduce(x, dtype=torch.bool),
     "aminmax": lambda x: (_reduce(x), _reduce(x)),
@@ -203,7 +203,6 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "embedding": lambda weight, ids, *_: _new(weight, *ids.shape, weight.size(-1)),
     "frexp": lambda x: (_elementwise(x), _elementwise(x, dtype=torch.int32)),
     "gather": lambda x, dim, index: _new(x, *index.shape),
-    "index_select": lambda x, dim, index: _new(x, *x.shape[:dim], len(index), *x.shape[dim + 1 :]),
     "linalg_vector_norm": lambda x, order=2, *args, **options: _reduce(x, *args, **options),
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": lambda dy, x, shape, mean, rstd, weight, *_: tuple(
