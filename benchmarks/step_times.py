@@ -41,8 +41,8 @@ HALF = 2  # bytes of a 16-bit number
 class Software:
     """A Megatron-style program.
 
-    kernels, traffic: constants of a generation of the program: kernels that the host launches in the forward pass of a
-        layer, and bytes of element-wise kernels relative to the list in `layer_bytes`.
+    kernels: number of kernels that the host launches in the forward pass of a layer.
+    traffic: bytes of element-wise kernels, relative to the bytes in `step_seconds`.
     recompute: "full" or "selective" (attention).
     sequence_parallel: norms and dropout are split.
     softmax_heads: the fused softmax runs only if this number divides the samples × heads of a rank; otherwise
@@ -50,10 +50,10 @@ class Software:
     backward_kernels: number of kernels of the backward pass relative to the forward pass.
     head_kernels: the kernels of embedding, head and loss.
     loss_bytes: bytes that the loss moves per logit.
-    odd_vocabulary: time of the products with the vocabulary on one tensor-parallel rank relative to other products.
-        Kernels for an odd number of columns (50,257) are slower. It is 1 if the program pads them.
+    odd_vocabulary: time of a product with the vocabulary relative to other products, without tensor parallelism. It is
+        above 1 if the program does not pad the odd number of columns (50,257), whose kernels are slower.
     score_traffic: `traffic` of the attention scores, relative to that of other element-wise kernels.
-    product_time: time of matrix products relative to the cluster's. Libraries become faster.
+    product_time: time of matrix products relative to the cluster's constants, because libraries become faster.
     one_node: time of matrix products on one node relative to several nodes. The rows on one node look like sums of
         layers that were timed one by one, which keeps clocks high.
     gradient_bytes: per parameter and micro-batch, for the sum of gradients.
@@ -79,7 +79,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Configurations, as arrays of equal length, one element each. `num_model_chunks` are model chunks per rank."""
+    """Rows of a file. Each field is an array with one element per row. `num_model_chunks` counts chunks of a rank."""
 
     global_batch: Any
     micro_batch: Any
@@ -115,7 +115,7 @@ def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
     def matmul(m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
         return product_time * cluster.matmul(m, n, k, batch)
 
-    # These are the costs of one layer: the weights' products, attention's products, and element-wise kernels.
+    # The times of one layer are those of products with weights, of attention, and of element-wise kernels.
     sizes = ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t))  # [out, in] of qkv, projection, MLP
     forward = sum(matmul(tokens, out, inner) for out, inner in sizes)
     backward = sum(matmul(tokens, inner, out) + matmul(out, inner, tokens) for out, inner in sizes)
@@ -147,7 +147,7 @@ def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
     layers_of_stage = x.layers / p
     stage = layers_of_stage * (full + back + again)
 
-    # These are the costs of the embedding, the head and the loss.
+    # The following times are those of the embedding, the head and the loss.
     vocab = np.ceil(VOCAB_SIZE / (128 * t)) * 128 * t
     table_gradient = cluster.move(software.gradient_bytes * vocab * h / t)
     head_products = matmul(tokens, vocab / t, h) + matmul(tokens, h, vocab / t) + matmul(vocab / t, h, tokens)

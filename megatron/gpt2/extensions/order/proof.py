@@ -28,7 +28,7 @@ BACKENDS = ("nccl", "gloo")
 
 
 def prove(records: Sequence[RankRecord], backends: Sequence[str] = BACKENDS) -> list[str]:
-    """Return the lines that explain a fault in the shortest way, or an empty list if there is none. Raises
+    """Return the lines that explain a fault in the shortest way, or an empty list if nothing is wrong. Raises
     ValueError if a rank is missing.
 
     backends: the rules to apply to groups for which the program names no backend.
@@ -159,7 +159,7 @@ class Playback:
         return []
 
     def _waits_in(self, rank: int) -> RecordedCall | None:
-        """Return the call that keeps a rank from continuing or ending."""
+        """Return the incomplete call that a rank waits for, or None if the rank has ended."""
         events = self._records[rank].events
         wanted = events[self._next[rank]][1] if self._next[rank] < len(events) else None
         for queue in self._queues[rank].values():

@@ -4,9 +4,9 @@ Inside `record`, torch.distributed has a process group of the whole world that s
 of a collective, each send and receive, and each wait for one. A dispatch mode watches the memory of messages that are
 being sent or received: an operator must not read what is still received, nor write to what is still sent or received.
 
-The program needs values to continue. A receive gives zeros. A collective gives the data of the first rank of its group
-to every rank, if they are small, and otherwise the rank's own data. The values are wrong but equal, and decisions
-that depend on them are equal on all ranks. The ranks must therefore be recorded in their order.
+The program needs values to continue. A received tensor has zeros. The result of a small collective is the data of the
+first rank of its group, and the result of a large collective is the rank's own data. Small results are wrong but equal
+on all ranks, so decisions that depend on them are equal too. Record the ranks in their order for this reason.
 
 The recorder does not see communication in other threads, memory that NumPy reads, the end of a call that is only
 polled, and the sizes of the parts of an uneven all-to-all. `Work.get_future()`, which torch's DDP calls, counts as a
@@ -112,7 +112,7 @@ def _name_in_program(file: str) -> str:
 
 
 def _spans(tensors: Sequence[Tensor], writes: bool) -> list[MemoryRange]:
-    """Return the memory ranges of those tensors that have elements."""
+    """Return the memory ranges of the tensors. Empty tensors have none."""
     found = []
     for x in filter(Tensor.numel, tensors):
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -221,7 +221,7 @@ class CallRecorder(TorchDispatchMode):
         return self._counts[key]
 
     def call(self, name: str, group: RecordedGroup, arguments: tuple[Any, ...]) -> RecordedWork:
-        """Record a call of a method of `group`, and fill its results."""
+        """Record a call of a method of `group`, and write values into the tensors of its result."""
         ranks, rank, first = group.ranks, group.rank(), tensors_in(arguments[0])
         has_two = len(arguments) > 1 and isinstance(arguments[1], list | Tensor)
         written, read = first, tensors_in(arguments[1]) if has_two else first

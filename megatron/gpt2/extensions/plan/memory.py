@@ -1,8 +1,8 @@
 """The memory of one rank in a training step, by part, from a trace of the program.
 
-Memory is largest at some line of the program. An allocation belongs to the gradients, to the logits and the loss, or to
-communication by the file that makes it. All other allocations are activations if they exist after their forward pass,
-and otherwise temporary.
+The estimate is the memory at the line of the program at which it is largest. The file that makes an allocation decides
+whether it belongs to gradients, to logits and loss, or to communication. All other allocations are activations if they
+exist after their forward pass, and otherwise temporary.
 
 If a step has many micro-batches, its trace has fewer, because after two for each pipeline stage the memory repeats. A
 trace also has few layers, because at each line of the program memory is a linear function of the number of layers.
@@ -155,8 +155,8 @@ def low_bytes(inputs: MemoryInputs) -> float:
     frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
     state += 4 / (inputs.data_parallel_size if frees else 1)
     if on_host or parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
-        # Activations are split or moved. With an optimizer on the host, the activations are freed before all gradients
-        # exist, so the estimate leaves them out.
+        # Some of these flags split activations or move them to the host. With an optimizer on the host, activations are
+        # freed before all gradients exist. A low estimate leaves them out.
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
     replicated, split = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]

@@ -1,6 +1,6 @@
 """Find the layouts of a run that fit into a given memory, the fastest first.
 
-The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All give the
+The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading, and give the
 same losses. They are sorted by `quick_seconds`, which needs no trace. Then `memory.py` decides which layouts fit.
 `cheapest_offers` proposes changes to a run that is out of memory. `search` compares layouts on a described cluster, and
 `simulate.py` gives the time of their steps.
@@ -159,7 +159,7 @@ class Candidate:
         return estimate_memory(self.inputs)
 
     def fits(self, budget: float) -> bool:
-        """Whether it needs at most `budget` bytes. The first stage often decides."""
+        """Whether the layout needs at most `budget` bytes. The first stage is tried first: it often needs the most."""
         return estimate_memory(self.inputs, 0).total <= budget and self.memory.total <= budget
 
 

@@ -8,9 +8,9 @@
 collectives of gloo, for which the profiler records no bytes and groups. Without it nothing is started, and the other
 flags are those of pretrain_gpt2.py.
 
-The page has a lane for each queue, of a modelled step for the first rank of each stage. Its buttons go from one kernel,
-collective or message to the next, with their shapes, or bytes and lines of the program. Choose few layers and
-micro-batches, because the page has all of their kernels.
+The page has a lane for each queue. For a modelled step, it has the queues of the first rank of each stage. Its buttons
+go from one kernel, collective or message to the next. The page shows the shapes of a kernel, the bytes of a message,
+and the line of the program. Choose few layers and micro-batches, because the page contains all of their kernels.
 """
 
 import gzip

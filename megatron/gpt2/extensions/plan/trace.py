@@ -8,8 +8,8 @@ same branches as in the run. A dispatch mode records operators, collectives, all
 torch's FakeTensorMode would do the same, but its first operator imports sympy and the compiler (1.3 s, 80 MB). Each
 training run would need this time at its start. For CUDA tensors, FakeTensorMode also needs a CUDA build of torch.
 
-On a CPU the loss computes its softmax in equal blocks of rows. The trace has only the first block, and its operators
-have the number of blocks as `Operation.times`. The trace leaves out torch.compile, documents within a sample, and the
+On a CPU the loss computes its softmax in equal blocks of rows. The trace has only the first block. `Operation.times` of
+its operators is the number of blocks. The trace leaves out torch.compile, documents within a sample, and the
 choice of the attention kernel.
 """
 
