@@ -127,7 +127,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[RankRecord]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="order_")))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for owner, name, replacement in (
-            (devices, "_measure_gemm_flops", lambda *_: 1.0),  # The measurement takes 0.3 s.
+            (devices, "_measure_gemm_flops", lambda *_: 1.0),  # Measuring the rate of products takes 0.3 s.
             (RunLog, "_write", lambda *_: ""),  # The report and the plot are not written.
             (hooks, "MEMORY_PLAN", "absent:absent"),  # The memory plan traces a step with separate groups.
             (evaluate, "SAMPLING", dataclasses.replace(evaluate.SAMPLING, max_new_tokens=NEW_TOKENS)),

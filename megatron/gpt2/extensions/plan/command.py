@@ -194,7 +194,7 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
 
 
 def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the numbers of the plan, as --json prints them, and the lines of its tables.
+    """Return the numbers of the plan, as --json prints them, and the lines of the plan's tables.
 
     plan: None for --accounting megatron-2019.
     """
@@ -260,8 +260,8 @@ def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, An
 
 
 def plan_fits(plan: MemoryInputs, budget: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the largest micro-batch and the cheapest layouts that fit, or the smallest layout if none fits, and their
-    lines."""
+    """Return the largest micro-batch and the cheapest layouts that fit, or the smallest layout if none fits, and the
+    lines to print."""
     fits, largest = estimate_memory(plan).total <= budget, largest_micro_batch(plan, budget)
     found = cheapest_offers(plan, budget)
     least = None if found else smallest_offer(plan)
@@ -287,7 +287,7 @@ def plan_fits(plan: MemoryInputs, budget: int) -> tuple[dict[str, Any], list[str
 def plan_time(
     inputs: MemoryInputs, cluster: Cluster, options: argparse.Namespace, step: StepTime
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the modelled numbers of a step, and of the whole training if --tokens is given, and their lines."""
+    """Return the modelled numbers of a step, and of the whole training if --tokens is given, and the lines to print."""
     config, ranks = inputs.config, inputs.world_size
     samples = config.train.micro_batch_size * inputs.data_parallel_size * inputs.num_microbatches
     rate = samples * config.data.seq_length / step.seconds

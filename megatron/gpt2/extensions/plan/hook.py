@@ -49,8 +49,8 @@ class MemoryPlan(Hook):
         """Do nothing: the estimate reads the configuration of the trainer, which has the size of the vocabulary."""
 
     def expected_memory(self, trainer: Trainer) -> ExpectedMemory:
-        """Return the estimate by part, for a pipeline its bubble, and a warning if the run will not fit. Ranks other
-        than 0 print nothing, so they estimate nothing."""
+        """Return the estimate by part, the bubble of a pipeline, and a warning if the run will not fit. Ranks
+        other than 0 print nothing, so they estimate nothing."""
         if trainer.context.rank_info.rank > 0:
             return ExpectedMemory([], [], None)
         try:
