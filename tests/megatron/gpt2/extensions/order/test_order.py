@@ -189,6 +189,10 @@ def changed(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[Patch],
     return plant
 
 
+def replaced(owner: Any, name: str, value: Any) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
 def without_wait(original: Any, *args: Any, **options: Any) -> Any:
     """Call an asynchronous operation whose handle does not wait."""
     out, ignored = original(*args, **options), SimpleNamespace(wait=lambda: None)
