@@ -36,8 +36,8 @@ ENDS = "the run ends here; the same command continues from the last checkpoint"
 
 
 def plant_and_hurry(fault: Fault) -> None:
-    """Run in the launcher's process. Shortens the two waits before the launcher kills a process that does not
-    answer."""
+    """Plant the fault in the launcher's process, and shorten the two waits before the launcher kills a process that
+    does not answer."""
     plant(fault)
     if fault.action is stop:
         mock.patch.object(run_program, "EXIT_TIMEOUT", 0.5).start()

@@ -17,7 +17,7 @@ Incident = Mapping[str, Any]
 
 START_WINDOW = 600.0  # All ranks of an attempt start within this number of seconds.
 KILL_WINDOW = 2.0  # A scheduler ends all ranks within this number of seconds.
-# A stack with such a line was recorded in the data loader.
+# A stack with a line that matches this pattern was recorded in the data loader.
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
 NOT_A_CRASH = {"", "SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}  # no signal, or one that asks a run to stop
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
@@ -232,7 +232,7 @@ def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
         whom = "each other" if len(accused) > 1 else "the others"  # A rank that loses the store reports rank 0 as lost.
         return Failure("lost link", f"{format_ranks(accused, {})} lost {whom}{at}")
     lost = accused - accusers
-    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # True: the hosts of the lost ranks
+    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # hosts[True] has the hosts of lost ranks.
     for incident in incidents:
         if (rank := reporting_rank(incident)) >= 0:
             hosts[rank in lost].add(incident["host"])

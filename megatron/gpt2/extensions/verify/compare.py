@@ -93,7 +93,7 @@ class Difference:
     at, reference, own: the index of this element, and its two values.
     squares: for reference a and own b the sums aa, ab and bb over all chunks whose excess is above the bound.
 
-    bound: the largest excess that rounding explains.
+    bound: the largest `excess` that rounding explains.
     elements: the number of elements that the ranks have computed. An element that several ranks hold counts once.
     ranks: the ranks whose difference rounding does not explain.
     """
@@ -228,7 +228,8 @@ class TraceComparer:
         return [(key.step, key.name, vars(found)) for key, found in self._found.items()]
 
     def unit_and_bound(self, entry: TraceEntry) -> tuple[float, float]:
-        """Return the unit roundoff of a tensor, and its bound in units, to which `allowed_by_update` is added."""
+        """Return the unit roundoff of a tensor, and the bound of its differences in units, without
+        `allowed_by_update`."""
         step, kind, _, name = entry.key
         if kind == "input":
             return self._roundoff, 0.0
