@@ -29,7 +29,7 @@ from data_utils.command_line import align_columns
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
-OURS, PEER = "#3568a8", "#b8b8b8"  # colours of the bars of our programs and of other programs
+OURS, PEER = "#3568a8", "#b8b8b8"  # colours of bars: our programs, other programs
 WARM_UP = 3  # `milliseconds` makes 3 untimed calls before it measures.
 GRACE = 3.0  # seconds that a program has after SIGTERM to end its own processes
 

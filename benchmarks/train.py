@@ -87,7 +87,7 @@ def make_workload(args: argparse.Namespace, scratch: Path) -> Workload:
 def select_arms(args: argparse.Namespace) -> list[Arm]:
     """Return the arms of the preset that are selected and available."""
     gpu = args.preset == "gpu"
-    # On a GPU, nanoGPT as shipped is the arm of compiled bf16.
+    # The arm with nanoGPT's own settings is only for CPUs: on a GPU nanoGPT's settings are compiled bf16.
     arms = [arm for arm in ARMS if not (gpu and arm.shipped)]
     if gpu and args.part == 5:
         arms = OURS_ONLY_ARMS

@@ -292,9 +292,8 @@ def measure_sizes(
 def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> Tensor:
     """Return [n, n] GB/s: entry [i, j] is the bandwidth of messages of PAIRS_BYTES from rank i to rank j, 0 if i = j.
 
-    The pairs are measured one after the other. A run ends when the sender has one element as an answer. The median of
-    PAIRS_RUNS runs counts.
-    """
+    The pairs are measured one after the other. A run ends when the receiver's answer, one element, has arrived. The
+    median of PAIRS_RUNS runs counts."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if size > MAX_PAIR_RANKS:
         raise SkipOperation(f"only measured in worlds of at most {MAX_PAIR_RANKS} ranks")
