@@ -67,7 +67,7 @@ def random_tensor(cfg: StageConfig, *shape: int, grad: bool = False) -> Tensor:
 
 def cross_entropy(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
     """Time forward and backward of the head and the loss for 32 samples: ours with different chunk sizes, and torch's.
-    FLOPs are those of three products."""
+    The FLOPs are those of three matrix products."""
     workload = cfg.workload(name)
     t, h, size = workload.micro_batch_size * workload.seq_length, workload.hidden_size, workload.vocab_size
     v = mpu.padded_vocab_size(size, workload.model.make_vocab_size_divisible_by, 1)

@@ -1,9 +1,9 @@
 """Chooses the kernel of each operation by device, dtype and shape. On a GPU, `TritonKernel` chooses between PyTorch and
 Triton.
 
-The other modules of `mpu` call the functions below. The docstring of a function gives its equation. The docstring of a
-kernel, or of its module, gives the measurement that justifies the kernel. A test compares each kernel with its
-equation. Kernels do not use process groups.
+The other modules of `mpu` call the functions of this file. Each function has its equation in its docstring. The
+docstring of a kernel, or of its module, gives the measurement that justifies the kernel. A test compares each kernel
+with its equation. Kernels do not use process groups.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens, i input and o output features, v padded
 vocabulary, tp tensor-parallel size.
@@ -104,7 +104,7 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     elif x.is_cpu and rows < MANY_ROWS:
         if rows == 1:
             return matrix_vector_product(x, weight, bias)
-        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # The weight is stored by row.
+        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # Such a weight is stored by row.
             return transposed_product(x, weight, bias)
     return F.linear(x, weight, bias)
 

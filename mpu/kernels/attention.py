@@ -34,7 +34,7 @@ SEEDED_QUERY_BLOCK = 128
 # time than with the scores of all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many scores take
 # 4 % less time (8 samples of 256 tokens, 4 heads, bf16, one thread).
 SCORES = {QUERY_BLOCK: 3 << 18, SEEDED_QUERY_BLOCK: 3 << 19}
-# The longest sequence whose dropout probabilities are saved. Those of longer sequences need too much memory.
+# The longest sequence whose dropout probabilities are saved. The probabilities of a longer one need too much memory.
 SAVED_UP_TO = 512
 
 
@@ -152,8 +152,8 @@ def _drop(
     """For each pair (x, out) of tensors [heads, block, end] of a block of queries, write x with zeros for the dropped
     elements to out. The block starts at head `first`, counted over all samples of n heads, and at query `start`.
 
-    The random bits of a sample are ordered [block of queries][head][query][key]. Each query of a block has as many keys
-    as the last one.
+    The random bits of a sample are ordered [block of queries][head][query][key]. All queries of a block have as
+    many keys as its last query.
     """
     heads, rows, end = pairs[0][0].shape
     head_blocks = rows * -(-end // ELEMENTS)  # number of counter blocks of a head

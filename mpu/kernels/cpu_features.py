@@ -8,7 +8,7 @@ load of the machine, and ranks on the same kind of processor agree to the bit.
 Times of GPT-2 124M in ms, one thread of an Intel Xeon, the fastest run, 2026-11-22. "Without AMX" is the same processor
 with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
 
-    operation                                               first, second kernel   with AMX       without AMX
+    operation                                               kernel A, kernel B     with AMX       without AMX
     layers, one row, bf16          F.linear, matrix-vector product                 21.5, 13.3     10.7, 12.0
     layers, 8 rows, bf16           F.linear, (A xᵀ)ᵀ                               18.7, 14.5     73.5, 143.4
     head, 8 rows, fp32             F.linear, (A xᵀ)ᵀ                               46.8, 27.6     44.4, 25.2

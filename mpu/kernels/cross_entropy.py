@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
-_ELEMENTS = 3 << 16  # float32 elements for each core: 0.75 MB
+_ELEMENTS = 3 << 16  # float32 logits that a core keeps at once: 0.75 MB
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _cross_entropy_gradient_(
 def _examples_of_statistics(dtype: torch.dtype) -> Examples:
     """Yield logits with two blocks of columns, padding columns, and a target that a different shard has."""
     logits = 5 * example_tensor(dtype, 3, 5184)
-    logits[:, 5120:5122] = 20.0  # large in the last column and in the first padding column
+    logits[:, 5120:5122] = 20.0  # The last column and the first padding column are large.
     yield logits, torch.tensor([0, 5120, 4500]), torch.tensor([False, True, True]), 5121
 
 
@@ -102,7 +102,7 @@ CROSS_ENTROPY_GRADIENT = TritonKernel(_cross_entropy_gradient_, _examples_of_gra
 
 def rows_in_cache(columns: int) -> int:
     """Return how many rows of logits a CPU keeps in float32 at once: 0.75 MB for each core, which stay in its cache.
-    Such blocks take half the time of blocks of 512 rows. Time of 128 rows with 0.75, 1.5 and 3 MB, in ms: 13, 15 and 18
+    Blocks of this size take half the time of 512 rows. Time of 128 rows with 0.75, 1.5 and 3 MB, in ms: 13, 15 and 18
     with AVX-512; 9, 14 and 22 with AVX2."""
     return max(torch.get_num_threads() * _ELEMENTS // columns, 1)
 
@@ -188,8 +188,8 @@ def softmax_by_rows(
 def products_at_once(dtype: torch.dtype, device: str) -> int | None:
     """Return how many products are added before their sum is added to a float32 sum. None means all.
 
-    In 16 bits, a CPU adds 4 products directly, which saves passes over the matrix. Each of these additions rounds the
-    sum: the relative error in bf16 is 2.7e-3 instead of 2.4e-3.
+    In 16 bits, a CPU adds 4 products directly, which saves passes over the matrix. As each direct addition rounds the
+    sum, the relative error in bf16 is 2.7e-3 instead of 2.4e-3.
 
     device: "cpu" or "cuda".
     """
@@ -209,7 +209,7 @@ class MatmulAccumulator:
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add aᵀb.
 
-        a: [c, m], b: [c, n], of the same dtype.
+        a, b: [c, m] and [c, n], in one dtype.
         """
         if self._part is not None and self._products == products_at_once(a.dtype, a.device.type):
             self._sum = self.total().float()

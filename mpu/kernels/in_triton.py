@@ -29,8 +29,8 @@ Times on an H200 (its copies reach 4.2 TB/s) for 32,768 tokens of GPT-2 345M in 
     loss and gradient of the logits    2.4 ms, 2.8 TB/s
     AdamW of 352M parameters           2.7 ms, 4.0 TB/s
 
-Matrix products with an fp32 result (`out_dtype`) could add weight gradients to their buckets. They are not used,
-because they save only 0 to 2 % of a product's time.
+Matrix products with an fp32 result (`out_dtype`) could add weight gradients to their buckets. This would save only 0 to
+2 % of a product's time, so such products are not used.
 
 Legend: b batch, s sequence, t or c tokens, h hidden, n heads, d head size, f width of a linear layer's output, v/tp
 columns of this rank.

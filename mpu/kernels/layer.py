@@ -31,8 +31,8 @@ class ResidualTerms(NamedTuple):
     """The terms of the hidden states x + dropout(branch + bias), [s, b, h], which are not added yet. The kernel that
     adds them also computes the next layer norm, and so need not read the sum again.
 
-    branch, bias: [s, b, h] and [h]. None: the hidden states are x.
-    dropout_seeds: int64 [b, 3]. None: no dropout.
+    branch, bias: [s, b, h] and [h], or None if the hidden states are x.
+    dropout_seeds: int64 [b, 3], or None without dropout.
     dropout_p, location, first_position: see `seeded_dropout`.
     """
 
@@ -54,7 +54,7 @@ def has_fused_layer(x: Tensor) -> bool:
 def gelu_with_bias_gradient(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """gelu(x) of any shape [..., f].
 
-    bias: the bias [f] that was already added to x. It is passed only so that backward can return its gradient.
+    bias: the bias [f] that was already added to x. The bias is an argument so that backward returns its gradient.
     """
     out: Tensor = _Gelu.apply(x, bias, approximate)  # type: ignore[no-untyped-call]
     return out
@@ -63,7 +63,7 @@ def gelu_with_bias_gradient(x: Tensor, bias: Tensor | None, approximate: str) ->
 def split_qkv(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """[s, b, n, 3, d] -> three views [b, n, s, d].
 
-    bias: the bias [3·n·d] that was already added to qkv. It is passed only so that backward can return its gradient.
+    bias: the bias [3·n·d] that was already added to qkv. The bias is an argument so that backward returns its gradient.
     """
     out: tuple[Tensor, Tensor, Tensor] = _SplitQKV.apply(qkv, bias)  # type: ignore[no-untyped-call]
     return out
@@ -80,7 +80,7 @@ def add_norm(terms: ResidualTerms, norm: torch.nn.LayerNorm | None) -> tuple[Ten
 
 
 def hidden_states(x: Tensor | ResidualTerms) -> Tensor:
-    """Return x, or the sum of its terms, [s, b, h]."""
+    """Return the hidden states [s, b, h], as the sum of their terms if x is `ResidualTerms`."""
     return x if isinstance(x, Tensor) else add_norm(x, None)[0]
 
 
@@ -187,7 +187,8 @@ def _bias_dropout_add_norm(
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out and y [s, b, h], and the mean and the inverse standard deviation of each token of out, [t] float32.
-    Without a branch out is x, and the first result is empty. Without a norm (weight) the last three are empty.
+    Without a branch, out is x, and the first result is empty. Without a weight there is no norm, and the last three
+    results are empty.
 
     seeds, dropped, location, first_position: as in `_seeded_dropout`; without seeds nothing is dropped.
     """
@@ -234,7 +235,7 @@ def _bias_dropout_add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and branch [s, b, h], and those of bias, norm's weight and norm's bias [3, h].
 
-    grad, dy: the gradients of out and y. x, mean, rstd: out and its statistics.
+    grad, dy: the gradients of the results out and y of the forward pass. x, mean, rstd: out and its statistics.
     Without a norm the gradient of x is `grad`; then the first result is empty, and the third is [1, h]. Without dropout
     the gradient of branch is the gradient of x; then the second result is empty.
     """

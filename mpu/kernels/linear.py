@@ -13,8 +13,7 @@ _ELEMENTS = 1 << 19  # elements of the weight that exist in float32 at once: 2 M
 def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """For one row: [..., i] -> [..., o].
 
-    On 2 cores with AMX it takes 7 ms in bf16, and F.linear 15. In bf16 without AMX, F.linear is faster. AMX does not
-    change float32.
+    On 2 cores with AMX it takes 7 ms in bf16, and F.linear 15. In bf16 without AMX, F.linear is faster.
     """
     row = x.reshape(-1)  # [..., i] -> [i]
     y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
@@ -25,7 +24,7 @@ def transposed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """(A xᵀ)ᵀ + b: [..., i] -> [..., o], contiguous, because attention is slow for a result stored by column.
 
     For 8 rows on 2 cores with AMX it takes 10 ms in bf16 (F.linear: 15) and 33 ms in float32 (F.linear: 41, or 23 if A
-    is stored by column). In bf16 without AMX, F.linear or blocks in float32 are faster. AMX does not change float32.
+    is stored by column). In bf16 without AMX, F.linear or blocks in float32 are faster.
     """
     y = torch.mm(weight, x.reshape(-1, x.size(-1)).t()).t()  # [..., i] -> [r, i]; [o, r] -> [r, o]
     by_row = torch.empty_like(y, memory_format=torch.contiguous_format)
@@ -49,7 +48,7 @@ def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return y.view(*x.shape[:-1], weight.size(0))  # [r, o] -> [..., o]
 
 
-PACKED_ROWS = 8  # Blocks for 2 to 64 rows are equally fast. Those for 1 row are slower in float32.
+PACKED_ROWS = 8  # Blocks for 2 to 64 rows are equally fast; in float32, blocks for 1 row are slower.
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -58,7 +57,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 
     F.linear brings the weight into blocks in each call. GPT-2 124M's layers and head on one thread of an AMD EPYC,
     packed and with F.linear: 21 and 29 ms for one row in bf16, 25 and 36 for 8 rows, 50 and 76 for 8 rows in float32.
-    One row in float32 on two threads: 24 and 39 ms (29 by column, because `torch.mv` uses one thread).
+    One row in float32 on two threads takes 24 ms packed, 39 with F.linear, and 29 with a weight that is stored by
+    column, because then `torch.mv` uses one thread.
     """
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
     return packed

@@ -4,7 +4,7 @@ A GPU kernel consists of a reference, examples and a function in `in_triton.py`.
 reference, and its name without the first underscore. That file is imported only when a GPU uses it, because Triton is a
 part of torch's builds for GPUs.
 
-    def _halve_(x: Tensor, factor: float) -> None:  # the reference. Its annotations give the operator's schema.
+    def _halve_(x: Tensor, factor: float) -> None:  # The annotations of the reference give the operator's schema.
         x.mul_(factor)
 
     def _examples(dtype: torch.dtype) -> Examples:
@@ -47,8 +47,8 @@ class TritonKernel(Generic[P, R]):
     examples: dtype -> lists of small arguments on the CPU for the comparison. They must not use torch's
         generators, whose states belong to the run: see `example_tensor`.
     mutates_args: names of the arguments that the operation writes into.
-    fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). A
-        reference that reads values or uses the CPU needs such a function.
+    fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). It is
+        needed if the reference reads values or uses the CPU.
 
     name: the name of the operator in torch.ops.mpu, and of the kernel.
     written: the positions of the arguments that the operation writes into.
@@ -77,7 +77,7 @@ class TritonKernel(Generic[P, R]):
 
     @functools.cached_property
     def kernel(self) -> Callable[P, R]:
-        """The operation in Triton. It returns NotImplemented for arguments that it does not support."""
+        """The operation in Triton. The function returns NotImplemented for arguments that it does not support."""
         from mpu.kernels import in_triton
 
         found: Callable[P, R] = getattr(in_triton, self.name)

@@ -418,7 +418,7 @@ class FakeGPU(TorchDispatchMode):
         if func.namespace == "prim":  # The operator is x.device in inference mode.
             return func(*args, **kwargs) if not isinstance(args[0], FakeTensor) else args[0].fake_device
         if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
-            TorchDispatchMode.__enter__(self)  # The operator is decomposed here, because autograd does not run.
+            TorchDispatchMode.__enter__(self)  # Autograd, which usually decomposes the operator, does not run.
             try:
                 return func.decompose(*args, **kwargs)
             finally:
@@ -595,7 +595,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have common memory. The gaps of a strided tensor belong to the tensor."""
+    """Return True if two tensors have common memory. A strided tensor includes its gaps."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     (a, b), (c, d) = (span(z) for z in (x, y))
@@ -603,7 +603,7 @@ def overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def span(x: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the byte after the last."""
+    """Return the offsets in bytes of a tensor's begin and end in its storage."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     begin = int(x.storage_offset())
     return begin * x.element_size(), (begin + last + 1) * x.element_size() if x.numel() else 0

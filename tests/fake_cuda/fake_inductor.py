@@ -46,7 +46,7 @@ class Driver:
         return GPUTarget("cuda", 10 * H200.major + H200.minor, H200.warp_size)
 
     def get_current_device(self) -> int:
-        """Return the number of the first device."""
+        """Return the index of the only device."""
         return 0
 
     def get_current_stream(self, device: int = 0) -> int:
@@ -72,7 +72,7 @@ class Worker(CudaInterface.Worker):
 
     @staticmethod
     def current_device() -> int:
-        """Return the number of the first device."""
+        """Return the index of the only device."""
         return 0
 
 
@@ -90,7 +90,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             made = tuple(empty(result) for result in results)
-            arguments.clear()  # Generated code also clears the list, to free tensors early.
+            arguments.clear()  # Inductor's code also clears its arguments, to free tensors early.
             gpu.kernels.extend(kernels)
             return made
 
@@ -146,7 +146,7 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
     """Return the kernels of Inductor's schedule. Generated kernels have the name "triton"."""
     kernels = []
     for node in nodes:
-        # Such a node is a part of a kernel that is already counted.
+        # A MultiOutput is a part of a kernel that is already counted, and a NopKernelSchedulerNode runs nothing.
         if isinstance(node.node, MultiOutput) or isinstance(node, NopKernelSchedulerNode):
             continue
         written = sum(
@@ -216,7 +216,7 @@ def assembled(
 
 
 def number(pattern: str, text: str) -> int:
-    """Return the number in the pattern's group. Raises AssertionError if the report does not contain it."""
+    """Return the number that the pattern finds in ptxas's report `text`."""
     match = re.search(pattern, text)
     assert match, text
     return int(match[1])

@@ -1,5 +1,6 @@
-"""Triton kernels compute the values of their references. Triton's interpreter runs them with NumPy on CPU tensors. It
-must be enabled before Triton is imported, so `test_kernels.py` runs this file in a separate process:
+"""Triton kernels compute the values of their references. Triton's interpreter runs the kernels with NumPy on CPU
+tensors. The interpreter must be enabled before Triton is imported, so `test_kernels.py` runs this file in a separate
+process:
 
     FAKE_CUDA=1 TRITON_INTERPRET=1 python -m pytest tests/fake_cuda/interpreted.py
 """
@@ -65,7 +66,8 @@ def test_its_own_check_finds_a_wrong_value_in_each_result(
 def test_the_loss_and_its_gradient_equal_float64(
     triton_on_cpu: None, shards: int, columns: int, width: int, dtype: torch.dtype
 ):
-    """Test one rank, and two ranks whose statistics are combined. With (257, 384) the second rank has padding only."""
+    """Test one rank, and two ranks whose statistics are combined. With 257 columns
+    of 384, the second rank has only padding."""
     logits = (4 * torch.randn(5, width)).to(dtype)
     target, weight = torch.randint(0, columns, (5,)), torch.rand(5)
     exact = logits[:, :columns].double().requires_grad_()

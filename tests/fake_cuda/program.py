@@ -31,7 +31,7 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 from tests.fake_cuda.fake_gpu import FakeGPU
 
 BUDGETS = Path(__file__).with_name("budgets.json")
-# constraints.txt has this version of torch.
+# The version of torch in constraints.txt.
 NEWEST = "2.13"
 
 # Two layers of GPT-2 345M. bf16 is the default precision on a GPU.
@@ -42,7 +42,7 @@ FLAGS = (
 )
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-# With an offloaded optimizer, each step waits once for its gradients.
+# If the optimizer is offloaded to the CPU, the host waits for the gradients in this file once in each step.
 OFFLOAD = ("megatron/gpt2/optimizer/optimizer.py",)
 
 
@@ -82,7 +82,7 @@ def running(
             stack.callback(dist.destroy_process_group)
             new_group = dist.new_group
             stack.enter_context(
-                mock.patch.object(  # The requested backend is ignored.
+                mock.patch.object(  # Every group gets the fake backend.
                     dist, "new_group", lambda ranks=None, **options: new_group(ranks, backend="fake")
                 )
             )
@@ -110,7 +110,7 @@ def steps(trainer: Trainer, gpu: FakeGPU, count: int = 1) -> None:
 def check_step(trainer: Trainer, gpu: FakeGPU, allowed: Sequence[str] = ()) -> None:
     """Assert that a step never waits for the device and sends only contiguous CUDA tensors.
 
-    allowed: prefixes of lines that may wait.
+    allowed: begins of the lines of code at which the host may wait, such as a file name.
     """
     steps(trainer, gpu)
     waits = [wait for wait in gpu.waits if not wait.startswith(tuple(allowed))]

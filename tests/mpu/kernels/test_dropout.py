@@ -14,7 +14,7 @@ from mpu.random import POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Return four words, computed by the definition."""
+    """Return four words by the definition of Philox4x64-10."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         first, second = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
@@ -24,7 +24,7 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draws_of_block(counter: tuple[int, ...], seed: int) -> list[int]:
-    """Return the 16 signed draws of a block, computed by the definition."""
+    """Return the 16 signed draws of a block."""
     numbers = [word >> 16 * lane & 0xFFFF for word in philox(counter, (seed, 0)) for lane in range(4)]
     return [number - 65536 if number >= 32768 else number for number in numbers]
 
@@ -55,7 +55,7 @@ def seeds_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
 def mask(
     seeds: Tensor, shape: tuple[int, int] = (64, 96), p: float = 0.5, location: int = POST_MLP_DROPOUT, first: int = 0
 ) -> Tensor:
-    """Return bool [s, b, h]: True if an element is dropped. `first` is the position of row 0."""
+    """Return bool [s, b, h]: True if an element is dropped. first: the position of the first row."""
     ones = torch.ones(shape[0], len(seeds), shape[1])
     return seeded_dropout(ones, p, seeds, location, first) == 0
 

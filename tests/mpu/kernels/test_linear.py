@@ -81,7 +81,7 @@ WITH_AMX = ("", "ALL", "default", "AVX512_CORE_AMX", "AVX10_1_512_AMX")
 @pytest.mark.parametrize("limit", [*WITH_AMX, "AVX512_CORE", "AVX512_CORE_BF16", "avx2"])
 @pytest.mark.parametrize("there", [True, False])
 def test_amx(limit: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two variables can disable AMX. An empty variable has no effect."""
+    """Each of the two variables can disable AMX. An empty environment variable has no effect."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)
     left = limit in WITH_AMX
     for name, other in itertools.permutations(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")):

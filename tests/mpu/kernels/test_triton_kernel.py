@@ -51,7 +51,7 @@ def unsupported(x: Tensor, others: list[Tensor], factor: float) -> None:
 
 
 def kernel_of_test(name: str, kernel: Callable[..., None]) -> TritonKernel[Any, Any]:
-    """Return an operator with this name."""
+    """Return an operator that adds 1 to `others` and multiplies x by `factor`, with this name and kernel."""
 
     def reference(x: Tensor, others: list[Tensor], factor: float) -> None:
         x.mul_(factor)
