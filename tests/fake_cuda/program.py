@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
-import pytest
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,8 +29,6 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 from tests.fake_cuda.fake_gpu import FakeGPU
 
 BUDGETS = Path(__file__).with_name("budgets.json")
-# The version of torch in constraints.txt.
-NEWEST = "2.13"
 
 # Two layers of GPT-2 345M. bf16 is the default precision on a GPU.
 FLAGS = (
@@ -160,34 +156,16 @@ def communication(trainer: Trainer, gpu: FakeGPU) -> dict[str, int]:
 
 def check_budget(mode: str, now: Mapping[str, int]) -> None:
     """Assert that the recorded step has exactly the kernels and bytes, or the communication, of this mode in
-    budgets.json. With RECORD_BUDGETS in the environment, write them to the file instead. A mode of another version of
-    torch than `NEWEST` has only the numbers that differ."""
-    known = json.loads(BUDGETS.read_text())
-    version = ".".join(torch.__version__.split(".")[:2])
-    granted, differences = known[NEWEST].get(mode, {}), known.get(version, {}).get(mode, {})
+    budgets.json. With RECORD_BUDGETS in the environment, write them to the file instead."""
+    budgets = json.loads(BUDGETS.read_text())
     if "RECORD_BUDGETS" in os.environ:
-        now = now if version == NEWEST else difference(granted, now)
-        known.setdefault(version, {})[mode] = now
-        # Write one line for each mode.
-        lines = ",\n".join(
-            f" {json.dumps(version)}: {{\n"
-            + ",\n".join(f"  {json.dumps(mode)}: {json.dumps(of_mode)}" for mode, of_mode in modes.items() if of_mode)
-            + "}"
-            for version, modes in known.items()
-        )
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(of)}" for name, of in {**budgets, mode: now}.items())
         BUDGETS.write_text(f"{{\n{lines}\n}}\n")
         return
-    if version not in known:
-        pytest.skip(f"budgets.json has none for torch {version}: RECORD_BUDGETS=1 bash scripts/test_fake_cuda.sh")
-    granted = granted if version == NEWEST else {**granted, **differences}
-    changed = {name: f"{now.get(name, 0)}, granted {granted.get(name, 0)}" for name in difference(granted, now)}
-    assert not changed, f"{changed}: if that is meant, RECORD_BUDGETS=1 bash scripts/test_fake_cuda.sh -k budget"
-
-
-def difference(granted: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of `now` that differ from those of `granted`."""
-    return {
-        name: now.get(name, 0)
+    granted = budgets.get(mode, {})
+    changed = {
+        name: f"{now.get(name, 0)}, granted {granted.get(name, 0)}"
         for name in sorted(now.keys() | granted.keys())
         if now.get(name, 0) != granted.get(name, 0)
     }
+    assert not changed, f"{changed}: if that is meant, RECORD_BUDGETS=1 bash scripts/test_fake_cuda.sh -k budget"
