@@ -111,7 +111,7 @@ class Node:
     synced: Any
 
     def possible_data(self) -> list[bytes]:
-        """Return what the disk may have of a file: everything, nothing new, a part of what is new, or zeros."""
+        """Return the possible contents of a file on the disk: all bytes, no new bytes, some new bytes, or zeros."""
         new, kept = self.content, len(self.synced) if self.content.startswith(self.synced) else 0
         return [new, self.synced, new[: (kept + len(new)) // 2], new[:kept].ljust(len(new), b"\0")]
 
@@ -217,7 +217,7 @@ class Disk:
 
 
 def save_as_two_ranks(folder: Path) -> None:
-    """Save iterations, one of them twice, and remove old ones."""
+    """Save three iterations, one of them twice, and remove old checkpoints."""
     make_folder(folder / "save")  # A run also makes this folder.
     for iteration, keep_last in ((100, 2), (200, 2), (200, 2), (300, 1)):
         save(folder / "save", iteration, keep_last=keep_last)

@@ -30,7 +30,7 @@ from tests.megatron.gpt2.checkpoint.saved_states import write
 
 # A rank's part of a bucket is a multiple of 64 values and never ends at the end of a row.
 HEADS, WIDTH, VOCAB = 8, 24, 29
-# The padding differs for every size. The last of 4 ranks, and the last three of 8, have only padding.
+# {tensor-parallel size: padded vocabulary size}. The last of 4 ranks and the last three of 8 ranks have only padding.
 PADDED = {1: 35, 2: 42, 4: 56, 8: 56}
 CONFIG = CheckpointConfig(no_save_rng=True, no_load_rng=True)
 SHAPE = ModelConfig(
@@ -188,7 +188,7 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
 
 
 def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
-    """Load into memory that is filled with NaN. Return the number of master elements that the rank owns."""
+    """Load the checkpoint into buffers of NaN. Return the number of master elements that the rank owns."""
     place = rank.parallel.tensor_model_parallel_rank, rank.parallel.tensor_model_parallel_size
     for values in (rank.buffer.params, *(s.values for s in rank.optimizer.state_shards())):
         values.fill_(torch.nan)

@@ -40,7 +40,7 @@ FILES = [f"mp_rank_0{rank}/model.safetensors" for rank in (0, 1)]
 FILE, TABLE = f"files {FILES[0]}", f"tables {table_path(0)}"
 WHOLE = torch.arange(48.0).view(8, 6)
 NO_NUMBERS = [True, 1.0, -1, "1", None, [], {}, float("inf"), float("nan"), 1 << 62, 10**4000]
-Change = tuple[str, Any]  # the path to a value, as a text of keys and indices, and the new value
+Change = tuple[str, Any]  # (path to a value: keys and indices in one text, new value)
 
 
 @pytest.fixture(scope="session")

@@ -117,8 +117,8 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
 
 
 def test_slices_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lower limit simulates a thousand ranks. Masters and moments have the same slices and share one list in the
-    manifest."""
+    """With a lower limit, 16 ranks have the problem of a thousand. Masters and moments have the same slices, so they
+    share one list in the manifest."""
     limit, kinds = 20_000, ("master", "exp_avg", "exp_avg_sq")
     monkeypatch.setattr(reader, "MAX_MANIFEST_BYTES", limit)
     for rank in reversed(range(16)):

@@ -1,7 +1,8 @@
 """Crafted files that attack a reader, and files that are not checkpoints.
 
 `FILES` has functions that write such a file into a folder. `METADATA` has the bytes of crafted `.metadata`, or
-functions that change the object of a real one. A payload that runs makes the file `executed` in the current folder.
+functions that change the object of a real one. A payload that is executed makes the file `executed` in the current
+folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Checkpoints of other programs: written here from random weights, and the files in `torch_dist/` that megatron-core
-wrote, with the expected tensors. Also helpers that compute a checkpoint's logits and a step of its optimizer."""
+wrote, with the expected tensors. Helpers compute the logits of a checkpoint and its next learning rate."""
 
 from __future__ import annotations
 

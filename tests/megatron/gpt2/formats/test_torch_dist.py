@@ -63,8 +63,7 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
         progress = {"num_updates": 3, "skipped_steps": 0, "adam_steps": 1, "loss_scaler": {"scale": 1.0}}
         assert source.metadata["optimizer"] == progress
         assert next_learning_rate(source) == pytest.approx(0.003), "which megatron-core had set for its next step"
-        # The files store 100 for the decay and for the length. The decay then follows the length of the run that
-        # continues.
+        # In the files the decay is as long as the run, 100 steps. A continued run then uses its own length.
         assert "lr_decay_iters" not in source.metadata["config"]["optimizer"]
 
 
