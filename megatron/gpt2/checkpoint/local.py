@@ -204,21 +204,21 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
         json.loads(text) for text in gather("local checkpoints", rank_info.rank, json.dumps([run, newest, inventory]))
     ]
     (run, newest, _), inventories = reports[0], [inventory for _, _, inventory in reports]
-    number = newest_complete_iteration(inventories)
-    if not run or number <= newest:
+    iteration = newest_complete_iteration(inventories)
+    if not run or iteration <= newest:
         return None
     folder = Path(directory) / run
-    path, problem = folder / f"iter_{number:07d}", ""
+    path, problem = folder / f"iter_{iteration:07d}", ""
     try:
-        _fetch(path, [inventory.get(str(number)) for inventory in inventories], rank_info, log)
+        _fetch(path, [inventory.get(str(iteration)) for inventory in inventories], rank_info, log)
         if rank_info.local_rank == 0:
-            write_atomically(folder / LATEST_FILE, f"{number}\n".encode())
+            write_atomically(folder / LATEST_FILE, f"{iteration}\n".encode())
         problem = NativeCheckpoint(path).find_damage(rank_info.local_rank, rank_info.local_world_size)
     except (OSError, ValueError) as error:
         problem = str(error)
     problem = next(filter(None, gather("local damage", rank_info.rank, problem)), "")
     if problem:
-        log(f"WARNING: the local checkpoint of iteration {number} is left out: {problem}")
+        log(f"WARNING: the local checkpoint of iteration {iteration} is left out: {problem}")
     return None if problem else folder
 
 

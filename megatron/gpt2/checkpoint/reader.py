@@ -341,11 +341,11 @@ class NativeCheckpoint(BaseCheckpoint):
     def saved_slices(self, name: str, target: TensorSlice) -> list[tuple[TensorSlice, Callable[[], Tensor]]]:
         """Return the saved slices of `name` that overlap `target`. Raises ValueError unless they cover each entry of
         `target` exactly once."""
-        first, last = row_range(target)
+        first_row, end_row = row_range(target)
         shards = [
             shard
             for number, (top, bottom, _) in self._table_ranges[name].items()
-            if top < last and first < bottom
+            if top < end_row and first_row < bottom
             for shard in self._table(number).shards.get(name, ())
             if intersection(shard.tensor_slice, target).numel
         ]

@@ -97,10 +97,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     splits.add_argument(LAST_LAYERS_FLAG, dest="last", **integer, help="of the last stage, likewise")
 
     def command(name: str, help: str, folders: str, *parents: Parser) -> Parser:
-        made = commands.add_parser(name, help=help, parents=[reads, *parents])
+        subparser = commands.add_parser(name, help=help, parents=[reads, *parents])
         for folder in folders.split():
-            made.add_argument(folder.lower(), metavar=folder)
-        return made
+            subparser.add_argument(folder.lower(), metavar=folder)
+        return subparser
 
     command("inspect", "print its content", "DIR").add_argument("--json", action="store_true", help="as JSON")
     command("verify", "read and check every byte", "DIR")

@@ -111,16 +111,16 @@ def _tensors(weights: Path) -> LazyTensors:
     """Return the tensors of the file `weights`, or of the files that this index lists."""
     if weights.suffix != ".json":
         return _load_file(weights)
-    where = read_json_object(weights, MAX_JSON_BYTES).get("weight_map")
+    weight_map = read_json_object(weights, MAX_JSON_BYTES).get("weight_map")
     kind = weights.name.split(".")[-3]
-    if not isinstance(where, dict) or not all(
-        isinstance(file, str) and re.fullmatch(rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in where.values()
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and re.fullmatch(rf"[\w-][\w.-]*\.{kind}", file, re.ASCII) for file in weight_map.values()
     ):
         raise ValueError(f"weight_map should name files of this folder that end in .{kind}")
-    files = {file: _load_file(weights.parent / file) for file in sorted(set(where.values()))}
-    for name, file in where.items():
+    files = {file: _load_file(weights.parent / file) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
         require(name in files[file], f"lists {short_repr(name)}, which is not in {file}")
-    return {name: files[file][name] for name, file in where.items()}
+    return {name: files[file][name] for name, file in weight_map.items()}
 
 
 def _load_file(path: Path) -> LazyTensors:

@@ -123,9 +123,9 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Log) -> Foreign
     shapes = {name: x.info.shape for file in files for name, x in file.weights.items() if name != EMBEDDINGS_FOR_HEAD}
     file_sizes = {**sizes, "model_parallel_size": tp_size}
     model, padded_model = infer_model_config(top, shapes, file_sizes, hints, log, tp_size)
-    number = top.get("checkpoint_version", 0)
-    require(number in (0, 1, 2, 3), "its checkpoint_version is unknown; versions 0 to 3 are supported")
-    version = 2 if format == "megatron-core" else int(number)
+    saved_version = top.get("checkpoint_version", 0)
+    require(saved_version in (0, 1, 2, 3), "its checkpoint_version is unknown; versions 0 to 3 are supported")
+    version = 2 if format == "megatron-core" else int(saved_version)
     order = partial(to_head_major, heads=model.num_attention_heads // tp_size, version=version)
     specs = model_partition_specs(padded_model, tp_size)
     weights = merge_ranks([(file.path, {"model": file.weights}) for file in files], specs, tp_size, order)["model"]

@@ -99,8 +99,8 @@ def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensor
     Raises ValueError, LookupError or another error of parsing if the files do not belong together.
     """
     parts = [load_torch_file(file)["optimizer_state_dict"] for file in files]
-    first, adams = parts[0], [part["base_optimizer_state"] for part in parts]
-    count = first["partition_count"]
+    rank_0, adams = parts[0], [part["base_optimizer_state"] for part in parts]
+    count = rank_0["partition_count"]
     count = max(count) if isinstance(count, list) else count
     require(count == len(files), f"{len(files)} of {count} files of data-parallel ranks like {files[0].name} are there")
     # With --elastic-checkpoint, `base_optimizer_state` is a list: the state of each group, without settings.
@@ -114,16 +114,16 @@ def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensor
     for number, in_order in enumerate(names):
         flat = {"master": [part["single_partition_of_fp32_groups"][number] for part in parts]}
         flat |= {moment: [each[number][moment] for each in moments] for moment in MOMENTS}
-        at = 0
+        position = 0
         for name in in_order:
             info = TensorInfo(torch.float32, weights[name].info.shape)
             for kind, vectors in flat.items():
-                states[kind][name] = LazyTensor(info, partial(_slice, vectors, at, info.shape))
-            at += math.prod(info.shape)
-        unused = sum(map(len, flat["master"])) - at
+                states[kind][name] = LazyTensor(info, partial(_slice, vectors, position, info.shape))
+            position += math.prod(info.shape)
+        unused = sum(map(len, flat["master"])) - position
         require(0 <= unused <= 4 * count, f"group {number} has {unused} values more than the model")
         steps += [each[number]["step"] for each in moments if "step" in each[number]]
-    return states, first, groups, same_step(steps or [first["base_optimizer_state_step"]])  # type: ignore[return-value]
+    return states, rank_0, groups, same_step(steps or [rank_0["base_optimizer_state_step"]])  # type: ignore[return-value]
 
 
 def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Tensor:
@@ -162,11 +162,11 @@ def megatron_adam_metadata(
             # Megatron's loss-scale tracker goes below 1, and ours stays at 1. From 1 on, both halve the scale at every
             # overflow.
             scaler["hysteresis_left"] = max(1, saved["hysteresis_tracker"])
-    good, more = _read_scheduler(top, args, step, left_out)
-    skipped = max(0, top.get("iteration", top.get("total_iters", good)) - good)
+    num_updates, schedule_flags = _read_scheduler(top, args, step, left_out)
+    skipped = max(0, top.get("iteration", top.get("total_iters", num_updates)) - num_updates)
     numbers = {name: float(value) for name, value in scaler.items()}
-    progress = {"num_updates": good, "skipped_steps": skipped, "loss_scaler": numbers}
-    return adam_metadata(step, groups, {**flags, **more}, **progress)
+    progress = {"num_updates": num_updates, "skipped_steps": skipped, "loss_scaler": numbers}
+    return adam_metadata(step, groups, {**flags, **schedule_flags}, **progress)
 
 
 def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str]) -> tuple[int, dict[str, Any]]:
@@ -174,14 +174,14 @@ def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str])
     our flags."""
     saved = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
     version = next((version for version, names in SCHEDULE_KEYS.items() if names.end in saved), None)
-    old = version == "megatron-2019"
-    unit: Any = 1 if old else args.get("global_batch_size")
+    is_2019 = version == "megatron-2019"
+    unit: Any = 1 if is_2019 else args.get("global_batch_size")
     if version is None or type(unit) is not int:
         left_out += ["the schedule: its form or its global batch size is unknown"] * bool(saved)
         return step, {}
     names = SCHEDULE_KEYS[version]
     style, end = saved[names.style], int(saved[names.end])
-    if old:
+    if is_2019:
         style = DECAY_STYLES.get(style, style)
         if style in ("linear", "exponential"):
             left_out.append(f"the {style} schedule of 2019: the formula of today is used, which is close to it")
@@ -210,8 +210,9 @@ def optimizer_state_dict(source: BaseCheckpoint, groups: ParamGroups, format: st
     an object in Megatron's files. For fp32 weights, later formats have only Adam's state, because the weights are the
     masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
-    first, param_groups = len(groups[0]), megatron_param_groups(source)
-    param_groups[0]["params"], param_groups[1]["params"] = list(range(first)), list(range(first, len(numbered)))
+    num_decayed, param_groups = len(groups[0]), megatron_param_groups(source)
+    param_groups[0]["params"] = list(range(num_decayed))
+    param_groups[1]["params"] = list(range(num_decayed, len(numbered)))
     adam = {"state": dict(enumerate(numbered)), "param_groups": param_groups}  # in the form of Apex's FusedAdam
     masters = [[states["master"] for states in group] for group in groups]
     if format != "megatron-2019":
@@ -276,27 +277,27 @@ def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Log) -> dict[
     """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3. None if the format does not have
     the schedule of `source`."""
     config, metadata = optimizer_config(source), source.metadata
-    style, old = config.lr_decay_style, format == "megatron-2019"
+    style, is_2019 = config.lr_decay_style, format == "megatron-2019"
     batch: Any = metadata.get("global_batch_size")
     length: Any = metadata.get("train_iters")
-    has_style = style != "WSD" if old else style in ("linear", "cosine", "constant")
-    if not has_style or not (old or batch):
+    has_style = style != "WSD" if is_2019 else style in ("linear", "cosine", "constant")
+    if not has_style or not (is_2019 or batch):
         why = "the source does not contain its global batch size" if has_style else f"{format} has no {style}"
         log(f"left out: the schedule: {why}")
         return None
-    if old and style not in ("constant", "cosine-2019"):
+    if is_2019 and style not in ("constant", "cosine-2019"):
         log(f"the formula of 2019 for the {style} schedule is close to that of today, but not equal")
     warmup, end = config.warmup_and_decay(metadata.get("decay_iters") or length or source.iteration, batch or 1)
-    names, unit = SCHEDULE_KEYS[format], 1 if old else batch
+    names, unit = SCHEDULE_KEYS[format], 1 if is_2019 else batch
     train, done = metadata["config"].get("train", {}), metadata["optimizer"]["num_updates"] * unit
-    if not old and (train.get("rampup_batch_size") or train.get("step_batch_size_schedule")):
+    if not is_2019 and (train.get("rampup_batch_size") or train.get("step_batch_size_schedule")):
         done = metadata["consumed_samples"]
     state = {
         names.peak: config.lr,
         "min_lr": config.min_lr,
         names.style: style.removesuffix("-2019"),
         names.warmup: warmup * unit,
-        names.end: end if old else round(end * unit),
+        names.end: end if is_2019 else round(end * unit),
         names.done: done,
     }
     if format == "megatron-v3":

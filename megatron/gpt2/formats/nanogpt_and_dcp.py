@@ -122,8 +122,9 @@ def find_weights(tensors: LazyTensors, left_out: list[str]) -> tuple[dict[str, L
     Raises ValueError if the model is not a GPT-2, or if the head differs from the word embeddings."""
     prefix = _find_prefix(list(tensors))
     named = {saved_name: _strip_prefix(prefix, saved_name) for saved_name in tensors}
-    others = [saved_name for saved_name, name in named.items() if not name]
-    left_out += [f"{len(others)} other tensors, {saved_name[:80]} among them" for saved_name in others[:1]]
+    foreign_names = [saved_name for saved_name, name in named.items() if not name]
+    if foreign_names:
+        left_out.append(f"{len(foreign_names)} other tensors, {foreign_names[0][:80]} among them")
     weights = {name: tensors[saved_name] for saved_name, name in named.items() if name and not BUFFERS.fullmatch(name)}
     head = weights.pop(LM_HEAD, None)
     is_tied = head is None or head.equal(weights[WTE])

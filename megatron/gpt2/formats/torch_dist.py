@@ -204,8 +204,8 @@ def _split_layers(folder: DcpCheckpoint, saved_name: str, name: str) -> dict[str
     if shape == param_shape:
         return layers
     # In fully_sharded_model_space, the shape begins with the grid of ranks, which does not split the layers.
-    first = 1 if stacked else 0
-    change = partial(merge_grid, grid=shape[first:-1], shape=param_shape[first:])
+    layer_dims = 1 if stacked else 0
+    change = partial(merge_grid, grid=shape[layer_dims:-1], shape=param_shape[layer_dims:])
     return {each: x.map(change) for each, x in layers.items()}
 
 
@@ -283,20 +283,20 @@ def _rank_state(
     """Return the tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the
     next one. Raises ValueError if the lengths do not fit."""
     states: TensorsByKind = {kind: {} for kind in STATE_NAMES}
-    number = position = 0
+    bucket_number = position = 0
     for name in reversed(names):
-        shape, bucket = shapes[name], buckets.get(number, "")
+        shape, bucket = shapes[name], buckets.get(bucket_number, "")
         end = position + math.prod(shape)
         for kind, state_name in STATE_NAMES.items():
             info = folder.tensors.get(f"{bucket}.{state_name}")
             if info is None or len(info.shape) != 1 or end > info.shape[0]:
-                raise ValueError(f"{name} does not fit into bucket {number}")
+                raise ValueError(f"{name} does not fit into bucket {bucket_number}")
             load = partial(_read_flat, folder, f"{bucket}.{state_name}", position, shape)
             states[kind][name] = LazyTensor(TensorInfo(info.dtype, shape), load)
         position = -(-end // ALIGNMENT) * ALIGNMENT
         if position >= folder.tensors[f"{bucket}.param"].shape[0]:
-            number, position = number + 1, 0
-    require(number == len(buckets) and not position, "its buckets are longer than its parameters")
+            bucket_number, position = bucket_number + 1, 0
+    require(bucket_number == len(buckets) and not position, "its buckets are longer than its parameters")
     return states
 
 

@@ -256,11 +256,11 @@ class DcpCheckpoint(BaseCheckpoint):
         for region in (*(region for parts in self._parts.values() for _, region in parts), *self.objects.values()):
             files.setdefault(region.file, []).append(region)
         for file, regions in files.items():
-            where = path / file
-            require(where.is_file(), f"{where}: missing; {DCP_METADATA} lists it")
+            file_path = path / file
+            require(file_path.is_file(), f"{file_path}: missing; {DCP_METADATA} lists it")
             ends = (region.start + region.length for region in regions)
-            listed, size = max(*ends, sum(region.length for region in regions)), where.stat().st_size
-            require(listed <= size, f"{where}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
+            listed, size = max(*ends, sum(region.length for region in regions)), file_path.stat().st_size
+            require(listed <= size, f"{file_path}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
         with file_errors(path / DCP_METADATA):
             for name, info in self.tensors.items():  # after the file sizes, because their check is faster
                 check_coverage(name[:120], info.shape, [tensor_slice for tensor_slice, _ in self._parts[name]])
@@ -271,13 +271,13 @@ class DcpCheckpoint(BaseCheckpoint):
             yield tensor_slice, partial(self._load_part, name, tensor_slice, region)
 
     def _load_part(self, name: str, tensor_slice: TensorSlice, region: FileRegion) -> Tensor:
-        held, info = self._load(region), TensorInfo(self.tensors[name].dtype, tensor_slice.shape)
-        if not isinstance(held, Tensor) or TensorInfo(held.dtype, tuple(held.shape)) != info:
+        part, info = self._load(region), TensorInfo(self.tensors[name].dtype, tensor_slice.shape)
+        if not isinstance(part, Tensor) or TensorInfo(part.dtype, tuple(part.shape)) != info:
             raise ValueError(
                 f"{self.path / region.file}: byte {region.start:,} does not start a part of {name[:120]} of shape "
                 f"{info.shape} and {info.dtype}"
             )
-        return held
+        return part
 
     def _load(self, region: FileRegion) -> Any:
         return load_torch_file(self.path / region.file, region.start, region.length)
