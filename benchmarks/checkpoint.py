@@ -4,10 +4,11 @@
     python benchmarks/checkpoint.py                          # GPT-2 124M with Adam's state: 2 to 4 minutes, 6 GB
     python benchmarks/checkpoint.py --smoke --output DIR     # a quick check with a tiny state
 
-Both save and load the same tensors of one rank: weights in bf16, masters and both moments in fp32, 14 bytes per
-parameter. A save writes to a new folder, after the earlier one was deleted and synced, and ends when its bytes are on
-the disk (both call fsync). A load fills existing tensors, with the files in the page cache. CPU seconds are summed over
-all threads of the process. Arms alternate in mirrored order (A B B A), after one untimed save of each.
+Our program and DCP save and load the same tensors of one rank: weights in bf16, masters and both moments in fp32, 14
+bytes per parameter. A save writes to a new folder, after the earlier folder was deleted and synced, and ends when its
+bytes are on the disk (both programs call fsync). A load fills existing tensors, with the files in the page cache. CPU
+seconds are summed over all threads of the process. Arms alternate in mirrored order (A B B A), after one untimed save
+of each.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Saver:
                 try:
                     commit(folder, final, metadata, self.world_size, self.log, self.check_owner)
                 except OSError:
-                    self.check_owner()  # If another run has removed the files, this call raises the reason.
+                    self.check_owner()  # raises the reason if another run has removed the files
                     raise
                 remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:
@@ -176,7 +176,7 @@ class Saver:
         """Wait until the tables of all ranks are in `folder`. Raises OSError as `write`."""
         tables = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
         began = time.monotonic()
-        # One listing serves all ranks. With thousands of ranks, a query for each file would load the file system.
+        # One listing shows the tables of all ranks. Thousands of queries for one file each would load the file system.
         while missing := tables.keys() - set(os.listdir((folder / table_path(0)).parent)):
             if pending.remote_error:
                 raise OSError(pending.remote_error)

@@ -9,9 +9,9 @@ Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder 
 file. No step is a collective operation. A crash before the latest-iteration file is replaced leaves this file and the
 earlier checkpoints unchanged.
 
-`save_id` is equal on all ranks and different in every save: `start_id` (saver.py) and the number of the save. A
-crashed save used a different folder name, so its files cannot mix with those of a new one. Rank 0 removes such
-folders in the next save.
+`save_id` consists of `start_id` (saver.py) and the number of the save, so it is equal on all ranks and different in
+every save. The files of a crashed save are therefore in a different folder. Rank 0 removes such folders in the next
+save.
 """
 
 import contextlib
@@ -185,7 +185,7 @@ def _write_errors(path: Path, size: int) -> Iterator[None]:
 def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable[bytes]) -> bytes:
     """Return the manifest with its hash.
 
-    metadata: about the run, in JSON types.
+    metadata: values about the run, of JSON types.
     tables: the tables by rank. Only one table is in memory at a time, and only its first line is parsed.
     """
     tensors: dict[str, Any] = {}
@@ -265,8 +265,8 @@ def remove_old_checkpoints(directory: Path, iteration: int, keep_last: int | Non
 
 
 def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) -> int:
-    """Rename checkpoints after `iteration` to `.old-N`, and let `LATEST_FILE` name the newest remaining one. Returns
-    its iteration. Without a remaining one, nothing changes and the result is -1. Only rank 0 calls this function,
+    """Rename checkpoints after `iteration` to `.old-N`, let `LATEST_FILE` name the newest remaining checkpoint, and
+    return its iteration. If no checkpoint would remain, change nothing and return -1. Only rank 0 calls this function,
     between saves."""
     iterations = list_iterations(Path(directory))
     newest = next((number for number, _ in iterations if number <= iteration), -1)

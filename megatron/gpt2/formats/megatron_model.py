@@ -146,7 +146,8 @@ class MegatronLayout:
 
 
 def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) -> list[list[dict[str, str]]]:
-    """Return the chunks of layers of each stage. A chunk is {parameter name, with layers numbered from 0: our name}.
+    """Return the chunks of layers of each stage. A chunk is {parameter name in the chunk: our parameter name}. In a
+    chunk, layers are numbered from 0.
 
     With several stages, the last one also has the word embeddings, as `EMBEDDINGS_FOR_HEAD`. Raises ValueError, which
     names the flag, for a layout that this format does not support.
