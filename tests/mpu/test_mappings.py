@@ -84,9 +84,23 @@ def check_clip(rank: int, world_size: int) -> None:
         mpu.clip_grad_norm([split], 1.0, 1)
 
 
+def check_pipeline(rank: int, world_size: int) -> None:
+    """Check that the first rank receives from the last rank only with ring=True."""
+    mpu.initialize_model_parallel(1, world_size)
+    x = torch.full((2,), float(rank))
+    assert torch.equal(mpu.recv_forward(torch.full((2,), -1.0)), x - 1)
+    mpu.send_forward(x)
+    if rank == 0:
+        mpu.send_forward(x, ring=True)
+    received = mpu.recv_forward(torch.zeros(2), ring=True)
+    assert torch.equal(received, (x - 1) % world_size)
+    if rank > 0:
+        mpu.send_forward(x, ring=True)
+
+
 def check_all(rank: int, world_size: int) -> None:
     mpu.initialize_model_parallel(world_size)
-    for check in (check_mappings, check_broadcast, check_clip):
+    for check in (check_mappings, check_broadcast, check_clip, check_pipeline):
         check(rank, world_size)
 
 

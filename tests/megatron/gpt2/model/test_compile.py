@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import mpu
+from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
+from tests.conftest import error_line
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 
@@ -83,3 +85,9 @@ def test_a_compiled_layer_uses_the_same_kernels(
         assert all((grads_c[k] - grad).float().norm() <= tolerance * grad.float().norm() for k, grad in grads.items())
         graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(graphs) == 1 and (eods[0] is not None or graphs == {1})
+
+
+def test_masks_of_random_streams_are_refused() -> None:
+    line = "--hidden-dropout 0.1 --compile --dropout-rng torch"
+    assert "a compiled layer cannot change the random stream" in error_line(lambda: parse(line.split()).config)
+    parse(f"{line} --hidden-dropout 0 --attention-dropout 0".split()).config  # noqa: B018
