@@ -230,11 +230,6 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
 }
 
 
-def test_nothing_is_found_if_nothing_is_planted(text: Path, tmp_path: Path):
-    for number, check in enumerate({check for check, _, _ in FAULTS.values()}):
-        check(text, tmp_path / str(number))
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(text: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch):
     check, plant, said = FAULTS[fault]

@@ -89,10 +89,3 @@ def test_a_kernel_is_compared_before_its_first_use(
     for line, name in zip(lines, ("float32", "bfloat16"), strict=False):
         assert "\n" not in line and f"the Triton kernel {tested.name} is not used for {name}: " in line
         assert re.search(reason, line)
-
-
-def test_a_cpu_takes_the_reference():
-    tested = kernel_of_test("test_on_a_cpu", missing)
-    x = torch.ones(2, 2)
-    tested(x, [torch.zeros(1)], 0.25)
-    assert torch.equal(x, torch.full_like(x, 0.25))
