@@ -124,7 +124,7 @@ def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
     # Sequence parallelism splits norms, dropout and residual sums by this number.
     split = t if software.sequence_parallel else 1
     scores = cluster.move(software.traffic * software.score_traffic * score_bytes)  # the time of one read or write
-    # Unfused products are as long as the scores that they write or read.
+    # A product of unfused attention takes at least as long as reading or writing its scores.
     attention = np.maximum(
         matmul(s, s, head_size, heads) + matmul(s, head_size, s, heads), cluster.move(2 * score_bytes)
     )

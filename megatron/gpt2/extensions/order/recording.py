@@ -298,7 +298,7 @@ class CallRecorder(TorchDispatchMode):
 def record(rank: int, world_size: int, records: list[RankRecord]) -> Iterator[RankRecord]:
     """Record what the block does as rank `rank`, and append it to `records`, which has the records of the ranks before.
 
-    The block finds RANK, LOCAL_RANK and WORLD_SIZE in the environment, and torch.distributed initialised. The program
+    In the block, the environment has RANK, LOCAL_RANK and WORLD_SIZE, and torch.distributed is initialised. The program
     may call `init_process_group`, which does nothing, and `destroy_process_group`.
     """
     recorder = CallRecorder.current = CallRecorder(RankRecord(rank, world_size), records)

@@ -4,7 +4,7 @@ The estimate is the memory at the line of the program at which it is largest. Th
 whether it belongs to gradients, to logits and loss, or to communication. All other allocations are activations if they
 exist after their forward pass, and otherwise temporary.
 
-If a step has many micro-batches, its trace has fewer, because after two for each pipeline stage the memory repeats. A
+If a step has many micro-batches, its trace has fewer: two for each pipeline stage, after which the memory repeats. A
 trace also has few layers, because at each line of the program memory is a linear function of the number of layers.
 """
 
@@ -155,8 +155,8 @@ def low_bytes(inputs: MemoryInputs) -> float:
     frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
     state += 4 / (inputs.data_parallel_size if frees else 1)
     if on_host or parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
-        # Some of these flags split activations or move them to the host. With an optimizer on the host, activations are
-        # freed before all gradients exist. A low estimate leaves them out.
+        # These settings split activations or move them to the host, or free them before all gradients exist. A low
+        # estimate leaves activations out.
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
     replicated, split = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]

@@ -67,7 +67,7 @@ class StepTime:
     parts: the mean over stages of what compute does or waits for, which add up to `seconds`: "compute", "launch" (waits
         for the host), "tensor", "data", "other" (waits for collectives of these groups) and "pipeline" (waits for other
         stages: bubble and messages).
-    spans: the spans of all stages, if asked for.
+    spans: the spans of all stages, or none if `simulate` was called without `record`.
     """
 
     seconds: float
