@@ -230,16 +230,6 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
     learned(work / "checkpoints/gpt2_345m_mp2")
 
 
-def test_deepspeeds_own_line(work: Path, run: Run):
-    """DeepSpeed's line uses ZeRO stage 2 and partitioned activations."""
-    (work / "ds_zero2_config.json").write_text(json.dumps(DEEPSPEED_FILES["ds_zero2_config.json"]))
-    own = SMALL + GLOO + "--model-parallel-size 1 --save ds --global-batch-size 8"
-    said, _ = run(words("ds_zero2_pretrain_gpt2_model_parallel.sh", own))
-    assert "train_batch_size 16: ignored: --global-batch-size 8 is given" in said
-    assert "zero_optimization.stage 2: 1 is read as" in said and "--partition-activations: ignored: " in said
-    learned(work / "ds")
-
-
 def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
     for name, content in DEEPSPEED_FILES.items():
         (work / name).write_text(json.dumps(content))
@@ -260,6 +250,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
         "ZeRO3_ds_pretrain_gpt2",
         "ds_zero-offload_pretrain_gpt2_model_parallel",
         "ds_zero-offload_10B_pretrain_gpt2_model_parallel",
+        "ds_zero2_pretrain_gpt2_model_parallel",
     ):
         parallel = config(script, small).parallel
         assert parallel.shard_gradients
@@ -328,14 +319,11 @@ def test_public_lines_are_accepted_or_name_all_that_they_ask_for():
     "name, said",
     {
         "core-0.19.0/gpt3_mcore_te_tp1_pp4_vp1": "per-virtual-pipeline-stage: ignored: there is one pipeline stage",
-        "ms/examples_deepspeed_rebase_ds_pretrain_gpt_125M": "--lr-warmup-tokens 3000000000: read as --lr-warmup-sam",
         "bs/train_tr1-13B-base_tr1-13B-round1.slurm": "--codecarbon-dir",
     }.items(),
 )
 def test_public_lines_train(work: Path, run: Run, name: str, said: str):
-    """A line of each project runs for a few steps."""
+    """Lines of Megatron and BigScience run for a few steps."""
     folder = name.partition("/")[0]
-    out, _ = run(
-        public(name, f"--train-iters 3 --ffn-hidden-size 128 --save {folder} --load {folder} --tensorboard-dir tb")
-    )
-    assert said in out and (work / folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    more = f"--train-iters 3 --ffn-hidden-size 128 --save {folder} --load {folder} --tensorboard-dir tb"
+    assert said in run(public(name, more))[0] and (work / folder / "iter_0000003").is_dir()

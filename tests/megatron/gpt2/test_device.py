@@ -44,8 +44,7 @@ def test_an_unusable_gpu_is_reported(monkeypatch, tmp_path):
     for cuda, problem in ((None, "built without CUDA"), ("13.0", "the driver does not support torch's CUDA 13.0")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         device, reason = on.choose_device("auto", RankInfo(), {})
-        assert device == CPU and reason.startswith("WARNING") and problem in reason
-        assert "--device cpu" in reason and "\n" not in reason
+        assert device == CPU and reason.startswith("WARNING") and problem in reason and "\n" not in reason
         with pytest.raises(ValueError, match=f"--device cuda: .*{problem}.*--device cpu"):
             on.choose_device("cuda", RankInfo(), {})
     hidden = on.choose_device("auto", RankInfo(), {"CUDA_VISIBLE_DEVICES": ""})
@@ -103,30 +102,19 @@ def test_threads(monkeypatch):
     assert given == [4, 1]
 
 
-@pytest.mark.parametrize(
-    "files, quota, cores",
-    [
-        ({}, float("inf"), 4),
-        (
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
-                "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
-            },
-            2.5,
-            2,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/b\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            0.5,
-            1,
-        ),
-    ],
-)
+VERSION_2 = {
+    "proc/self/cgroup": "0::/job/step\n",
+    "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
+    "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
+}
+VERSION_1 = {
+    "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/b\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+}
+
+
+@pytest.mark.parametrize("files, quota, cores", [({}, float("inf"), 4), (VERSION_2, 2.5, 2), (VERSION_1, 0.5, 1)])
 def test_cores_within_affinity_hyperthreads_and_quota(tmp_path, monkeypatch, files, quota, cores):
     root = str(tmp_path)
     assert 1 <= on.usable_cores() <= len(os.sched_getaffinity(0))

@@ -294,29 +294,30 @@ def test_plain_python_in_an_allocation_is_a_single_rank_with_a_notice() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv, environ, message",
-    [
-        ("", "RANK=x WORLD_SIZE=2", "RANK=x in the environment is not a number"),
-        ("", "RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "local rank 3 of 2"),
-        ("", "RANK=0 WORLD_SIZE=2 MASTER_PORT=1", "no rendezvous address for the 2 ranks: set MASTER_ADDR"),
-        ("", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=http", "bad rendezvous address tcp://node1:http"),
-        ("", "SLURM_PROCID=0 SLURM_LOCALID=0", "neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE"),
-        ("--rank 0", "", "--rank and --world-size must be given together"),
-        ("--rank 0 --world-size 2", "", "--rank needs --init-method"),
-        ("--rank 2 --world-size 2 --init-method tcp://a:1", "", r"--rank 2 is not in \[0, 2\)"),
-        ("--rank 0 --world-size 2 --init-method tcp://fd00::1", "", "bad rendezvous address tcp://fd00::1: give tcp:"),
-        ("--rank 0 --world-size 2 --init-method tcp://[fd00::1", "", r"bad rendezvous address tcp://\[fd00::1: give"),
-        ("--rank 0 --world-size 2 --init-method file://a/b", "", "bad rendezvous address file://a/b"),
-        ("--init-method tcp://a:1", "", "--init-method needs --rank and --world-size"),
-        ("--nproc-per-node 2 --rank 0 --world-size 2", "", "--nproc-per-node starts all ranks itself"),
-        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", "", r"--node-rank 2 is not in \[0, 2\): change it or --nnodes"),
-        ("--nnodes 2", "", "--nnodes needs --nproc-per-node"),
-        ("--nproc-per-node 2", "RANK=3 WORLD_SIZE=4", "a launcher has started this process as one of 4 already"),
-    ],
+    "line, message",
+    {
+        "RANK=x WORLD_SIZE=2": "RANK=x in the environment is not a number",
+        "RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1": "local rank 3 of 2",
+        "RANK=0 WORLD_SIZE=2 MASTER_PORT=1": "no rendezvous address for the 2 ranks: set MASTER_ADDR",
+        "RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=http": "bad rendezvous address tcp://node1:http",
+        "SLURM_PROCID=0 SLURM_LOCALID=0": "neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE",
+        "--rank 0": "--rank and --world-size must be given together",
+        "--rank 0 --world-size 2": "--rank needs --init-method",
+        "--rank 2 --world-size 2 --init-method tcp://a:1": r"--rank 2 is not in \[0, 2\)",
+        "--rank 0 --world-size 2 --init-method tcp://fd00::1": "bad rendezvous address tcp://fd00::1: give tcp:",
+        "--rank 0 --world-size 2 --init-method tcp://[fd00::1": r"bad rendezvous address tcp://\[fd00::1: give",
+        "--rank 0 --world-size 2 --init-method file://a/b": "bad rendezvous address file://a/b",
+        "--init-method tcp://a:1": "--init-method needs --rank and --world-size",
+        "--nproc-per-node 2 --rank 0 --world-size 2": "--nproc-per-node starts all ranks itself",
+        "--nproc-per-node 2 --nnodes 2 --node-rank 2": r"--node-rank 2 is not in \[0, 2\): change it or --nnodes",
+        "--nnodes 2": "--nnodes needs --nproc-per-node",
+        "RANK=3 WORLD_SIZE=4 --nproc-per-node 2": "a launcher has started this process as one of 4 already",
+    }.items(),
 )
-def test_errors_of_launch_settings(argv: str, environ: str, message: str) -> None:
+def test_errors_of_launch_settings(line: str, message: str) -> None:
+    environ, dashes, flags = line.partition("--")
     with pytest.raises(ValueError, match=message):
-        launch(variables(environ), argv)
+        launch(variables(environ), dashes + flags)
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,11 @@ def test_the_page(tmp_path: Path) -> None:
     shown = [cell for cell in page.texts["td"] if "alert(1)" in cell]
     assert len(shown) == 5 and all("<script>alert(1)</script>\n<img" in cell for cell in shown)
 
-    assert page.texts["dd"] == ["10,000", "3.007", "3.5"]
-    assert "at 7,000, 1.250 bits per byte" in page.texts["span"]
+    assert page.texts["dd"] == ["10,000", "3.007", "3.5"] and "at 7,000, 1.250 bits per byte" in page.texts["span"]
     assert page.curves() == TITLES and {"training", "validation"} <= set(page.texts["text"])
     assert [attrs.get("class") for tag, attrs in page.elements if tag == "td"].count("sample") == 34 < MOST_SAMPLES
     assert "34 of 100: all are in samples.jsonl" in page.texts["p"]
-    assert {"1", "100"} <= set(page.texts["td"]), "samples from the first to the last iteration"
-    flags = [cell for cell in page.texts["td"] if cell.startswith("--")]
-    assert flags[:2] == ["--train-data", "--save"] and "--vocab-file" in flags
-    assert "a<b.txt c.txt" in page.texts["td"]
+    assert {"1", "100", "a<b.txt c.txt", "--vocab-file"} <= set(page.texts["td"])
 
 
 def test_the_page_of_an_almost_empty_run(tmp_path: Path) -> None:
