@@ -52,7 +52,7 @@ ONE_RANK = (
 )
 Run = Callable[..., tuple[str, str]]
 
-# The DeepSpeed JSON files that the lines name, without the settings of logging.
+# The DeepSpeed files of the command lines, {name: content}, without the settings of logging.
 DEEPSPEED_FILES: dict[str, dict[str, Any]] = json.loads("""{
 "ds_config.json":
     {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "fp16": {"enabled": true,

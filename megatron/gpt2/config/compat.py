@@ -666,7 +666,7 @@ DEEPSPEED_RULES = by_name(
         "not implemented; take it out",
     ),
 )
-# The keys whose default is true in DeepSpeed. Their value `false` must not be skipped.
+# The keys whose default is true in DeepSpeed. For these keys `false` is not skipped.
 DEFAULT_TRUE_KEYS = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
 
 

@@ -843,8 +843,8 @@ class Config:
 
     @staticmethod
     def from_dict(values: Mapping[str, Mapping[str, Any]]) -> "Config":
-        """Return the configuration from the result of `as_dict`, also after a round trip through JSON. Missing fields
-        get their defaults."""
+        """Return the configuration whose `as_dict` is `values`. JSON may have changed tuples to lists in `values`.
+        Missing fields get their defaults."""
         values = with_new_names(values)
         unknown = flatten_sections(values).keys() - config_fields().keys()
         require(

@@ -143,9 +143,8 @@ class Heartbeat(threading.Thread):
         self.on_beat(self.store)
 
     def lost_ranks(self, seconds: float) -> LostRanks:
-        """Return the ranks that have left or sent no heartbeat for `seconds`, among the ranks whose heartbeats this
-        rank reads. If the store does not answer, the lost rank is rank 0, on whose machine the store is.
-        """
+        """Return the ranks that have left or sent no heartbeat for `seconds`. Only the ranks count whose heartbeats
+        this rank reads. If the store does not answer, the lost rank is rank 0, on whose machine the store is."""
         now = time.monotonic()
         if not self.store_answers(seconds):
             return {0: now - self._waiting_since}

@@ -130,7 +130,7 @@ class RunLog:
             path = self.directory / name
             if start_iteration == 0 and read_records(path):
                 rename_old(path)
-            elif name != HISTORY:  # The history is never shortened.
+            elif name != HISTORY:  # history.jsonl is never shortened.
                 drop_records_after(path, start_iteration)
 
     def info(self, text: str) -> None:

@@ -36,14 +36,14 @@ class HostTimer:
         self.is_running = False
 
     def take_ms(self) -> float:
-        """Return the milliseconds since the last call."""
+        """Return the milliseconds that the timer has measured since the last call."""
         total, self._total = self._total, 0.0
         return 1000 * total
 
 
 class DeviceTimer:
-    """Sums the device's time inside `with` blocks, which must not be nested. It records events in the current
-    stream."""
+    """Sums the device's time inside `with` blocks, which must not be nested. Events in the current stream
+    measure the time."""
 
     is_running = False  # Only host timers measure the time of the host.
 

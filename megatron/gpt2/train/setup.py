@@ -143,7 +143,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     """Build the context of a run, from the command line to the tokenised data, without a process group. Raises
     ValueError or OSError with a one-line message for bad input.
 
-    log: gets a line for each choice, with its reason. Any rank may tokenise, and it prints its lines itself.
+    log: gets a line for each choice, with its reason. Tokenising prints its lines itself, on the rank that does it.
     """
     arguments, checkpoint, source = _resolve_checkpoint(arguments, rank_info, log)
     if checkpoint is not None:

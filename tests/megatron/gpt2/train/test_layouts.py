@@ -1,6 +1,5 @@
 """Test that all layouts of 1 to 4 ranks have the same losses with dropout, for every pipeline schedule and micro-batch
-size, that the first and the last stage have equal tied matrices, and that evaluation and generation work with
-stages."""
+size. The tied matrix must be equal on the first and the last stage. Evaluation and generation must work with stages."""
 
 from __future__ import annotations
 
