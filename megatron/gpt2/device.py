@@ -357,8 +357,9 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak FLOP/s for the MFU, and a text that says where the figure is from: the datasheet of a known GPU,
-    or the fastest of some large matrix products, which are measured for about 0.3 s."""
+    """Return the peak FLOP/s for the MFU, and a text that says where the figure is from. For a known GPU the datasheet
+    has it. For other devices, the function measures some large matrix products for about 0.3 s and takes the
+    fastest."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else plural(torch.get_num_threads(), "thread")
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         teraflops = datasheet_tflops(where)

@@ -691,8 +691,8 @@ def apply_rules(
     """Apply `rules` to `read`, {name: value}. Each name must have a rule. Names with the same text share a line.
 
     given: {"section.field": value} of the project's own flags.
-    given_wins: if a rule sets a field to a different value than `given`, keep the value of `given`. If False,
-        a different value is an error.
+    given_wins: whether `given` wins if a rule has a different value for a field. If not, the difference is an
+        error.
     """
     applied = Applied({}, {}, [], [])
     names_by_text, refusals = (
