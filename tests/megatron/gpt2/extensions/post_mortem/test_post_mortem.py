@@ -208,7 +208,7 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
     # The error has an attribute with this cause.
     **{
         cause: ([rank_incident(1, 9, kind, "an error", cause=cause)], cause, "^rank 1 .*: an error$")
-        for kind, causes in (("error", {"full disk", "damaged data"}), ("refused", {"missing ranks", "bad input"}))
+        for kind, causes in (("error", ("full disk", "damaged data")), ("refused", ("missing ranks", "bad input")))
         for cause in causes
     },
     "no power": ([], "silent end", "last message is from rank 3"),
