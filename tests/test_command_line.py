@@ -177,7 +177,7 @@ def test_a_tokenizer_that_the_run_trains(train: Train):
 def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: pytest.MonkeyPatch):
     words = " ".join(command for _, command in next_commands("a run", 10, in_parts=True))
     assert words.count("'a run'") == 5
-    assert all((ROOT / word).is_file() for word in words.split() if word.endswith((".sh", ".py")))
+    assert all((work / word).resolve().is_file() for word in words.split() if word.endswith((".sh", ".py")))
     # An installation without the checkout has no scripts.
     monkeypatch.setattr(command_line, "ROOT", work)
     commands = [re.split(" --load| merge", command)[0] for _, command in next_commands("a", 10, in_parts=True)]
