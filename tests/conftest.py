@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
-# Set this before torch is imported. Ranks that tests start inherit it.
+# torch reads OMP_NUM_THREADS at its import. The ranks that tests start inherit the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -31,8 +31,8 @@ def test_data() -> Path:
 
 
 def needs(*libraries: str, extra: str) -> pytest.MarkDecorator:
-    """Return a mark that skips a test if a library is missing. It does not import the library, because all test
-    processes would then import it at their start."""
+    """Return a mark that skips a test if a library is missing. `needs` does not import the library, because each test
+    process would then import it at its start."""
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} of the extra [{extra}] is not installed")
 
@@ -71,7 +71,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Return `folder`. The first test process that calls this fills it, and the others wait."""
+    """Return `folder`. The first test process that calls `made_once` fills the folder, and the other processes wait."""
     folder.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -91,8 +91,8 @@ def python(shared_folder: Path) -> Iterator[WarmPython]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """The first test process compiles the modules that all of them import, and the others wait. Without the lock, each
-    process would compile all modules."""
+    """The first test process compiles the modules that all test processes import, and the others wait. Without the
+    lock, each process would compile all modules."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     folder = Path(session.config.option.basetemp).parent
@@ -107,8 +107,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test process a share of the longest tests, so that none is idle at the end. xdist hands out tests in
-    equal contiguous parts. The first process begins with its long ones, which need the fixture `reader`, and the others
-    reach theirs when it exists."""
+    equal contiguous parts. The first process begins with its long tests and makes their fixture `reader`, before the
+    other processes need the fixture."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     long = [item for item in items if item.name.startswith("test_commands_run_in_the_order_of_each_page")]
     others = [item for item in items if item not in long]

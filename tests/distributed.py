@@ -48,7 +48,7 @@ def _worker(
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on every rank and return the results by rank.
 
-    `fn` is a module-level function. An exception of a rank is raised here with that rank's traceback.
+    `fn` is a module-level function. `run_ranks` raises a rank's exception with the traceback of that rank.
     """
     assert world_size >= 1
     if world_size == 1:  # A run of one process has no process group.
@@ -66,7 +66,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         for process in processes:
             process.kill()
             process.join()
-        # The first error is the cause. The other ranks only report the lost connection.
+        # The first error is the cause. Later errors only report lost connections.
         errors = sorted(
             (int(at), path.name, said)
             for path in Path(folder).glob("error_*")

@@ -40,8 +40,8 @@ LIBRARIES = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 
-# The client. It sends its standard streams, arguments, folder and environment, forwards signals, and ends with the exit
-# code of the command. It imports as little as possible, because imports are slow.
+# The client sends its standard streams, arguments, folder and environment, forwards signals, and ends with the exit
+# code of the command. The client imports as little as possible, because imports are slow.
 CLIENT = """#!{python} -IS
 import _signal, _socket, posix, sys
 server = _socket.socket(_socket.AF_UNIX)
@@ -97,7 +97,7 @@ class WarmPython:
                 started.stdout.close()
 
     def _hold(self, address: str) -> bool:
-        """Return whether a server answers. The server then lives until this process closes or ends."""
+        """Return whether a server answers. The server lives as long as the connection `_held` is open."""
         self._held = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(OSError):
             self._held.connect(address)
@@ -144,8 +144,8 @@ def serve(address: str) -> list[str]:
 
 
 def watch(client: socket.socket, size: int, streams: list[int]) -> list[str]:
-    """Run the command of a client in a new process, and return its arguments there. This process forwards signals, and
-    kills the command and its ranks if the client ends."""
+    """Run the command of a client in a new process, and return its arguments there. The calling process forwards
+    signals, and kills the command and its ranks if the client ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request = client.recv(size, socket.MSG_WAITALL)
     command = os.fork()
@@ -236,7 +236,7 @@ def preload() -> None:
     """Import the libraries and the programs."""
     for name in (*LIBRARIES, *(f"megatron.gpt2.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
-    # This function takes as long as all other functions at exit together.
+    # dump_compile_times takes as long as all other functions at exit together.
     atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
     import torch
 

@@ -108,7 +108,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     # Each token is one byte, except the end of document, which has no bytes.
     assert last["bits_per_byte"] == pytest.approx(last["lm_loss"] / math.log(2), rel=0.01)
 
-    # The same command now says that the run is finished. A longer --train-iters with only --load continues it.
+    # Repeating the command says that the run is finished. A longer --train-iters with only --load continues the run.
     said, _ = train(f"{flags} --train-iters 10")
     assert "runs/a is finished" in said and "iteration " not in said.replace("at iteration", "")
     said, _ = train("--load runs/a --train-iters 14 --log-interval 2")
@@ -209,7 +209,7 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ends = []
     for more in ("'a run' --train-iters 4", "new --train-iters 2 --exit-interval 1"):
-        # Files of this size can store the records, but not the weights.
+        # Limit files to 40,000 bytes: enough for the records, but not for the weights.
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
         try:
             said, warned = train(f"{TEXT} --eval-iters 1 --save {more}", code=1)
@@ -335,5 +335,5 @@ def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_pat
     ours = [line for line in said.splitlines() if line.startswith("error")]
     assert ours == ["error: unknown flag --hidden-sise: did you mean --hidden-size?"], said
     assert said.index(ours[0]) < said.index("ChildFailedError")
-    # torchrun lists the one or two ranks that had ended when it checked. No signal has killed them.
+    # torchrun lists one or two ranks that ended with exit code 2, not by a signal.
     assert set(re.findall(r"exitcode\s*: (-?\d+)", said)) == {"2"}, said

@@ -1,6 +1,6 @@
 """Every command of the README and of docs/ runs as printed, in a copy of the project. SHORTENED lists the commands that
-take too long for a test. Every entry of docs/how-to/troubleshooting.md names tests that exist. Tests of entries that
-fit no other file are here."""
+take too long for a test. Every entry of docs/how-to/troubleshooting.md names tests that exist. test_docs.py has the
+tests of entries that fit no other file."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def run(line: str, folder: Path, python: WarmPython) -> str:
     return ran.stdout
 
 
-# The commands of this page take as long as those of all how-to guides together.
+# The commands of a LONG page take as long as the commands of all how-to guides together.
 LONG = {"docs/tutorials/gpt2-345m.md"}
 # On these pages, the block after a command shows its output.
 PRINTED = {"docs/explanation/memory.md", "docs/tutorials/distributed.md", "docs/tutorials/scaling.md"}
@@ -186,10 +186,10 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
     printed = {}
     for line in (line for of, line in COMMANDS if of == page):
         if re.search(r"scripts/test\w*\.sh|\.venv-cuda/", line):
-            # This command runs the tests themselves. tests/fake_cuda has the tests of commands that need .venv-cuda.
+            # Skip commands that run the tests. tests/fake_cuda tests the commands that need .venv-cuda.
             continue
         if page == "README.md" and line in FIRST:
-            continue  # `reader` has already run it.
+            continue  # `reader` has already run the README's first commands.
         needs_vocabulary = "345m" in page or ("345m" in line and "plan.py" not in line)
         if not TEST_DATA.is_dir() and ("download_gpt2_vocab" in line or needs_vocabulary):
             continue  # The download needs a network, and the other commands need the downloaded files.
@@ -252,7 +252,7 @@ def test_the_notebooks_print_what_they_show(
                     assert (ROOT / "examples" / link).exists(), link
                 continue
             name = f"<cell {number}>"
-            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # Jupyter does this, too.
+            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # as Jupyter does
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(source, name, "exec"), cells)

@@ -86,7 +86,7 @@ def imports(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    """Return the tree of a file. The rules share this tree and must not change it."""
+    """Return the tree of a file, which the rules share and must not change."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -215,8 +215,8 @@ TRAINING_IMPORTS = 90
 
 
 def test_what_training_imports() -> None:
-    """Training imports few files and no extension. No file imports itself indirectly. hooks.py loads an extension if a
-    flag needs it."""
+    """Training imports few files and no extension. No file imports itself indirectly. hooks.py loads an extension only
+    if a flag needs that extension."""
     start = "megatron.gpt2.commands.pretrain_gpt2"
     graph = import_graph()
     found = reachable(graph, start) | {start}
@@ -230,8 +230,8 @@ CORE = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| .+ \|$", CONTRIBUTING, re.MULTI
 
 
 def test_the_list_of_the_core() -> None:
-    """CONTRIBUTING's list begins with a training step and its objects, and ends with the start of a run. It names all
-    other files that the listed files import."""
+    """CONTRIBUTING's list begins with a training step and its objects, and ends with the start of a run. Below the
+    list, CONTRIBUTING names all other files that the listed files import."""
     train = [Path(file).stem for file in CORE if "/train/" in file]
     assert CORE[0] == "megatron/gpt2/train/train_step.py" and train[1:3] == ["trainer", "train_state"]
     assert train[-2:] == ["setup", "loop"]
@@ -255,7 +255,7 @@ def test_no_pickle() -> None:
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         bad = called & {"torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.Unpickler", "eval", "exec"}
         if path.name in ("megatron.py", "nanogpt_and_dcp.py", "torch_dist.py"):
-            bad -= {"torch.save"}  # These files write formats that are pickles.
+            bad -= {"torch.save"}  # The formats megatron, nanogpt, dcp and torch_dist are pickles.
         assert not bad, f"{path.relative_to(ROOT)} calls {bad}"
         keywords = {(node.arg, ast.unparse(node.value)) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
         bad_keywords = keywords & {("weights_only", "False"), ("allow_pickle", "True")}
@@ -266,7 +266,7 @@ def test_entry_points_only_open_a_program() -> None:
     """`tasks/` has only main.py, a name that Megatron v1 and v2 had."""
     assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]
     for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
-        if path.name == "checkout.py":  # The other files in its folder import `run` from it.
+        if path.name == "checkout.py":  # Other files of its folder import `run` from checkout.py.
             assert imported(path) == {"sys", "pathlib.Path", "megatron.gpt2.__main__.run"}
             continue
         assert imported(path) <= {"sys", "setuptools.setup", "checkout.run", "megatron.gpt2.__main__.run"}, path

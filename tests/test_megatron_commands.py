@@ -281,7 +281,7 @@ def test_todays_gpt_example(work: Path, run: Run):
     # The warm-up of the line, 430 x 1536 samples, would be longer than the test.
     small += "--pipeline-model-parallel-size 1 --micro-batch-size 16 --lr-warmup-fraction 0 "
     said, _ = train(small)
-    learned(work / "ckpt", below=5.45)  # The initial weights of this line are smaller, so it learns more slowly.
+    learned(work / "ckpt", below=5.45)  # Megatron's command makes small initial weights, so the loss falls slowly.
     assert list((work / "logs").glob("events*"))
     assert "1536 a step, 24,576 tokens; it grows from 16 to this size over 750,000,000 samples" in said
     # Continue after 40 steps of 16 samples with 16 tokens each. The batch grows at once.

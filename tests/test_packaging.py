@@ -1,5 +1,5 @@
 """The installed project: a wheel in a new environment that has only torch, numpy and safetensors, and an environment
-with NVIDIA's packages. Both projects have a package `megatron`, and Python must find both."""
+with NVIDIA's packages. NVIDIA and this project have packages named `megatron`, and Python must find both."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def install(python: Path, words: str, cwd: Path) -> None:
 
 
 def see_libraries(site: Path) -> None:
-    """Add the libraries of this environment to a new one."""
+    """Let the environment of `site` import the libraries of the current environment."""
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
@@ -173,7 +173,8 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
-# NVIDIA's newest wheel has `core` and `training`. The Python version of the wheel does not matter here.
+# NVIDIA's newest wheel has `core` and `training`. The tests only look for modules in the wheel, so the wheel's Python
+# version does not matter.
 DOWNLOAD = (
     "download megatron-core>=0.17 --quiet --no-deps --only-binary=:all: --python-version 3.12 "
     "--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64"

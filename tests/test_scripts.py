@@ -153,7 +153,7 @@ NEWEST = "--load 'checkpoints/the newest'"
         ("pretrain_gpt2.sh --train-data 'my file' --lr 1", "PROJECT/pretrain_gpt2.py --train-data 'my file' --lr 1"),
         (f"NNODES=2 NODE_RANK=1 GPUS_PER_NODE=8 {DISTRIBUTED}", training(8, 2, 1)),
         (f"MP_SIZE=7 GPUS_PER_NODE=1 {DISTRIBUTED}", training(1)),  # pretrain_gpt2_distributed.sh ignores MP_SIZE.
-        # The user's flag follows the script's flag and overrides it.
+        # A flag of the user follows the script's flag and overrides it.
         (f"{MODEL_PARALLEL} --model-parallel-size 1", f"{training(size=2)} --model-parallel-size 1"),
         (f"MP_SIZE=8 MPSIZE=4 {MODEL_PARALLEL}", training(size=8)),
         (f"MP_SIZE=4 NNODES=02 GPUS_PER_NODE=08 {MODEL_PARALLEL}", training(8, 2, size=4)),
@@ -239,8 +239,8 @@ def test_slurm(project: Project) -> None:
 
 
 def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
-    """The Slurm script queues a job again if its run died or was stopped, up to a limit. It does not queue a run again
-    that is finished, cancelled or refused."""
+    """The Slurm script queues a job again if its run died or was stopped, up to a limit. A finished, cancelled or
+    refused run is not queued again."""
     srun = (
         '[ -z "$REASON" ] || echo "{\\"reason\\": \\"$REASON\\"}" > ended.json\n'
         '[ "$REASON" != cancelled ] || kill -TERM $PPID\nexit "$CODE"'

@@ -125,7 +125,7 @@ class TritonKernel(Generic[P, R]):
         return ""
 
     def _results(self, function: Callable[..., Any], example: Sequence[Any], device: torch.device) -> list[Tensor]:
-        """Return what a function returns and writes if it is called with a copy of `example` on `device`."""
+        """Call a function with a copy of `example` on `device`, and return its results and the arguments it changes."""
 
         def copied(value: Any) -> Any:
             if isinstance(value, list):

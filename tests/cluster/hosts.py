@@ -5,7 +5,7 @@ other hosts.
         run = hosts.start(0, words)     # on node1
         hosts.unplug(0)                 # nothing closes its connections
 
-The tests need Linux, root and the program ip; `block` needs nft. Without these, a test is skipped.
+The tests need Linux, root and the program ip; `block` needs nft. Without these programs and rights, a test is skipped.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Hosts:
         return f"10.77.{network}.{host + 1}" if self.family == 4 else f"fd00:77:{network}::{host + 1}"
 
     def set_names(self, *addresses: dict[str, str]) -> None:
-        """Write the /etc/hosts of each host. The last dict also applies to the hosts after it. Call this method before
+        """Write the /etc/hosts of each host. The last dict also applies to all later hosts. Call this method before
         `start`."""
         for host in range(self.count):
             names = addresses[min(host, len(addresses) - 1)] | {"localhost": "127.0.0.1"}
@@ -144,7 +144,7 @@ class Hosts:
         tool(*f"ip -n {self._spaces[host]} route add blackhole {self.address(other)}/{bits}".split())
 
     def vanish(self, host: int) -> None:
-        """Let a host lose its power. Such a host closes no connection."""
+        """Let a host lose its power, without closing its connections."""
         for network in range(self.networks):
             self.unplug(host, network)
         self.kill(host)
@@ -158,7 +158,7 @@ class Hosts:
 
 
 def torchrun(argv: Sequence[str]) -> int:
-    """Run torchrun with the words after "--", and pretrain_gpt2.py with those before it."""
+    """Run torchrun with the words after "--", and pretrain_gpt2.py with the words before "--"."""
     from torch.distributed.run import main as run
 
     own = argv.index("--")

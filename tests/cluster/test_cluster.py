@@ -275,7 +275,7 @@ def test_a_link_that_drops_for_a_moment(folder: Path) -> None:
 
 def test_a_link_between_two_other_hosts_is_cut(folder: Path) -> None:
     """Both hosts still reach the first host, which serves the store."""
-    # Import here and not at the top, because the ranks import this file.
+    # Import `report` only here, because the ranks import test_cluster.py and do not need it.
     from megatron.gpt2.extensions.post_mortem.command import report
 
     with Hosts(folder, 3) as hosts:
@@ -339,8 +339,7 @@ def prepare(folder: Path, case: Partition, host: int) -> None:
 
 
 class Side(threading.Thread):
-    """The supervisor of the hosts on one side of a cut. This thread starts the hosts again, without the hosts of the
-    other side, until `stop` is set."""
+    """A thread that restarts the hosts on one side of a cut, without the other hosts, until `stop` is set."""
 
     def __init__(
         self, start: Callable[[int, str], StartedRank], side: Sequence[int], runs: Mapping[int, StartedRank]

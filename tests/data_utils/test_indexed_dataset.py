@@ -92,7 +92,7 @@ def test_merged_bytes_equal_megatron_core(theirs: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 def test_damaged_and_missing_files_are_refused(tmp_path: Path, suffix: str) -> None:
-    """tests/fuzz changes the other parts of an index."""
+    """Test sizes and headers. tests/fuzz changes the other bytes of an index."""
     path = Path(write_pair(tmp_path / "a", DOCUMENTS) + suffix)
     whole = path.read_bytes()
     for content in [whole[:size] for size in range(len(whole))] + [whole + b"\0"]:

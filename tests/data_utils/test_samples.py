@@ -73,7 +73,7 @@ def test_rampup_equals_megatron_core(ramp: tuple[int, int, int, int]) -> None:
     assert ours.final == final and ours.size(samples + 1) == final and ours.size(0) == (start if samples else final)
     assert [size for _, size in ours.milestones] == sorted(size for _, size in ours.milestones)
     if samples == 0 or start == final:
-        return  # Megatron divides by zero here.
+        return  # Megatron divides by zero without a ramp.
     calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     theirs = calculator.RampupBatchsizeNumMicroBatchesCalculator(final, 1, 1, False, 1, start, increment, samples)
     near = {max(0, first + more) for first, _ in ours.milestones for more in (-1, 0, 1)} | {samples, samples + 1}
@@ -280,7 +280,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
     by_size = splits(data_path=[a, b])
     assert "33.22 % of the samples" in by_size.description[0]  # The share is 99 of 298.
     others = [splits(data_path=line.split()) for line in (a, f"5 {a}", f"0.3 {a} 0.7 {b}")]
-    assert len({each.fingerprint for each in (made, by_size, *others)}) == 4  # One component needs no weight.
+    assert len({each.fingerprint for each in (made, by_size, *others)}) == 4  # A single component ignores its weight.
 
     separate = splits(data_path=[a], valid_data_path=["1", b, "1", c], test_data_path=[c], split="1")
     assert len(separate.train) == 124 and separate.test.num_tokens == 200 and len(separate.valid.components) == 2

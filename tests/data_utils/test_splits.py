@@ -110,7 +110,7 @@ def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
     others = print_of(a), print_of(a, split="8,2"), print_of(b), print_of(lines), print_of(lines, text_key="sentence")
     assert len(set(others)) == 5
     values, prints = np.zeros(1 << 21, np.uint16), set()
-    for index in (0, 0, -1):  # Both ends of the tokens are hashed.
+    for index in (0, 0, -1):  # The fingerprint covers the first and the last token.
         prints.add(print_of(data_path=[write_pair(tmp_path / "pair", [values])]))
         values[index] += 1
     assert len(prints) == 3
@@ -202,7 +202,7 @@ def test_text_is_tokenised_once_and_hashed_if_the_file_is_new(cache: Cache, monk
         assert cache.read(cache.write(name, text, mtime)) == text
         assert (cache.times, len(hashed)) == (tokenised, hashes)
     young = cache.write("b.txt", "text two", os.stat(cache.texts / "b.txt").st_mtime_ns)
-    assert cache.read(young) == "text two"  # Size and mtime are the same, but a very new file is always hashed.
+    assert cache.read(young) == "text two"  # Very new files are always hashed, whatever their size and mtime.
 
 
 def test_key_depends_on_files_order_and_field(cache: Cache) -> None:

@@ -266,7 +266,7 @@ class Engines:
         self.ours = ours
         assert self.ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
         self.tiktoken = self.ours._ranks_of
-        # This project and tiktoken merge by ranks. HF tokenizers reads the merges file itself.
+        # Unlike tiktoken and this project, Hugging Face's tokenizers reads merges.
         self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
 
     def check(self, texts: list[str]) -> None:

@@ -4,8 +4,8 @@
         x = torch.zeros(4, device="cuda")      # allocates nothing
         (x * 2).sum().item()                   # 0.0, and gpu.waits has the line at which the host waited
 
-`FakeGPU` records kernels, copies, collectives and waits. torch's FakeTensorMode computes the shapes. This needs torch's
-CUDA build and g++, but no driver.
+`FakeGPU` records kernels, copies, collectives and waits. torch's FakeTensorMode computes the shapes. The fake GPU needs
+torch's CUDA build and g++, but no driver.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from megatron.gpt2.extensions.order.recording import RecordedCall
 
 # --- streams and events; detection of memory that is used or freed while another stream may still use it --------------
 
-# Each stream counts its operations. It also stores for each other stream how many operations of that stream it has
-# waited for. If two operations use the same memory, and one of them writes, the stream of the later operation must have
-# waited for the earlier operation. The host counts as a stream for which all streams wait.
+# Each stream counts its own operations, and stores for each other stream how many of its operations were waited for. If
+# two operations use the same memory, and one of them writes, the stream of the later operation must have waited for the
+# earlier operation. The host counts as a stream for which all streams wait.
 
 Moment = tuple[int, int]  # the number of a stream, and its count of operations at that time
 
@@ -217,8 +217,8 @@ def guard() -> ctypes.CDLL:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
-    """Replace F.scaled_dot_product_attention, which would ask the driver to choose a kernel. Use FlashAttention's
-    kernel, or the efficient one with a mask or in float32."""
+    """Replace F.scaled_dot_product_attention, which would ask the driver to choose a kernel. Use FlashAttention, or
+    torch's memory-efficient kernel with a mask or in float32."""
     if attn_mask is None and q.dtype != torch.float32:
         y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False)[0]
         return y
@@ -529,7 +529,8 @@ class FakeGPU(TorchDispatchMode):
             self.waits.append(f"{where()} synchronizes {what}")
         FakeStream.host.wait_event(awaited)
 
-    # --- collectives. One that is asynchronous uses its tensors until `wait`, by which the current stream waits for it
+    # --- collectives. An asynchronous collective uses its tensors until the current stream has waited for it with
+    # `wait`
 
     def _collective(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in(args[:2])

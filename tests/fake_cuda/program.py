@@ -1,6 +1,6 @@
 """Runs the training program on the fake GPU with any flags and layout, and checks what the program must not do.
 
-Ranks run one after the other. Each uses torch's fake process group, whose collectives send nothing.
+The ranks of a layout run in turn in one process. Each uses torch's fake process group, whose collectives send nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def say_the_same(texts: list[str], text: str, group: object = None) -> None:
 def running(
     text: Path, save: Path, flags: str = "", *, rank: int = 0, world_size: int = 1, log: Log = lambda line: None
 ) -> Iterator[tuple[Trainer, FakeGPU]]:
-    """Build a run with `FLAGS` and `flags` on a fake GPU, and yield both.
+    """Build a run with `FLAGS` and `flags` on a fake GPU, and yield the trainer and the GPU.
 
     text: the folder of documents.jsonl.
     """
@@ -68,10 +68,11 @@ def running(
             from tests.fake_cuda.fake_inductor import fake_inductor
 
             stack.enter_context(fake_inductor(gpu))
-        # A fake device has neither times of attention kernels nor values of weights.
+        # Time each attention kernel once, and do not initialise weights: a fake device has neither times nor values.
         stack.enter_context(mock.patch.object(devices, "REPEATS", 1))
         stack.enter_context(mock.patch.object(gpt2, "seeded_normal", lambda *_: lambda weight: None))
-        # The fake process group gathers no strings, so this rank's string is used for all ranks.
+        # The fake process group gathers no strings, so every rank's string is replaced by the string of the current
+        # rank.
         stack.enter_context(mock.patch.object(dist, "all_gather_object", say_the_same))
         if world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -155,8 +156,8 @@ def communication(trainer: Trainer, gpu: FakeGPU) -> dict[str, int]:
 
 
 def check_budget(mode: str, now: Mapping[str, int]) -> None:
-    """Assert that the recorded step has exactly the kernels and bytes, or the communication, of this mode in
-    budgets.json. With RECORD_BUDGETS in the environment, write them to the file instead."""
+    """Assert that the recorded step has exactly the kernels and bytes, or the communication, that budgets.json gives
+    for `mode`. With RECORD_BUDGETS in the environment, write them to the file instead."""
     budgets = json.loads(BUDGETS.read_text())
     if "RECORD_BUDGETS" in os.environ:
         lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(of)}" for name, of in {**budgets, mode: now}.items())

@@ -98,8 +98,8 @@ def machine(trainer: Trainer) -> None:
 
 
 def hold(trainer: Trainer) -> None:
-    """Block the rank until a signal asks it to stop. The launcher sends such a signal when a machine joins
-    (--elastic)."""
+    """Block the rank until a signal asks it to stop. With --elastic, the launcher sends this signal when a machine
+    joins."""
     while not trainer.stop_signal._requested:
         time.sleep(0.01)
 

@@ -80,7 +80,7 @@ def record(make: Callable[[Path], None], folder: Path) -> list[Call]:
 
 
 def parse(output: str, folder: str) -> Iterator[Call]:
-    """Yield the successful calls that change `folder` or sync a part of it. A call counts when it ends."""
+    """Yield the successful system calls that change or sync files of `folder`. A call counts when it ends."""
     begun: dict[str, str] = {}
     for line in output.splitlines():
         process, text = line.split(None, 1)
@@ -150,7 +150,7 @@ class Disk:
         if call.name == "write":
             if name == MARK:
                 self.events.append(call.data.decode())
-            elif node is not None:  # All programs of this test only append to files.
+            elif node is not None:  # The traced programs only append to files.
                 node.content += call.data
         elif call.name == "fsync":
             self._sync(node)
@@ -184,8 +184,8 @@ class Disk:
                 nodes += [*node.synced.values(), *new]
 
     def states(self, together: int) -> Iterator[Tree]:
-        """Yield the possible contents of the disk: all changes that are not synced, or none of them, with up to
-        `together` exceptions."""
+        """Yield the possible contents of the disk: with all unsynced changes or with none, except for up to `together`
+        changes."""
         files = {node for node in self._reachable() if isinstance(node.content, bytes) and node.content != node.synced}
         units: list[Any] = [*self._pending, *files]
         for is_kept in (True, False):
@@ -217,7 +217,7 @@ class Disk:
 
 
 def save_as_two_ranks(folder: Path) -> None:
-    """Save three iterations, one of them twice, and remove old checkpoints."""
+    """Save three iterations, the last iteration twice, and remove old checkpoints."""
     make_folder(folder / "save")  # A run also makes this folder.
     for iteration, keep_last in ((100, 2), (200, 2), (200, 2), (300, 1)):
         save(folder / "save", iteration, keep_last=keep_last)

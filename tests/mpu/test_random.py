@@ -143,7 +143,7 @@ def test_each_rank_saves_only_its_shard(ranks: int):
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
 def test_offloading_does_not_change_a_step(recompute: str, monkeypatch: pytest.MonkeyPatch):
-    """From the second step on, no host memory is allocated. Here the copies are made on the CPU."""
+    """From the second step on, no host memory is allocated. Without a GPU, the copies stay on the CPU."""
     mpu.initialize_model_parallel(1)
     tokens = torch.randint(0, 97, (2, 32), generator=torch.Generator().manual_seed(0))
     shape = replace(SHAPE, num_layers=4, hidden_dropout=0.1, attention_dropout=0.1)

@@ -218,7 +218,7 @@ def test_peak(monkeypatch):
     gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")
     monkeypatch.setattr(
         on, "_measure_gemm_flops", lambda device, dtype: 1e13
-    )  # This GPU has no bf16, so its bf16 products are measured.
+    )  # A V100 has no bf16 units, so its bf16 products are measured.
     assert on.peak_flops(GPU, torch.bfloat16)[0] == 1e13 and on.peak_flops(GPU, torch.float16)[0] == 125e12
 
 

@@ -231,9 +231,9 @@ def with_few_layers(inputs: MemoryInputs) -> tuple[list[MemoryInputs], float] | 
 
 @functools.lru_cache(maxsize=4096)
 def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
-    """Return the result of `traced_memory`, or an extrapolation of it. Few layers are traced if all chunks of the model
-    have equally many. The extrapolation leaves out moments at which memory is not a linear function of the number of
-    layers. This occurs if layers share buckets."""
+    """Return the result of `traced_memory`, or an extrapolation from few layers. Few layers are traced if all chunks of
+    the model have equally many. The extrapolation leaves out moments at which memory is not linear in the number of
+    layers, for example because layers share buckets."""
     few_layers = with_few_layers(inputs)
     if few_layers is None:
         return traced_memory(inputs, stage)

@@ -19,8 +19,8 @@ IDLE_SECONDS = 10.0
 class ClientConnection(H11Protocol):
     """A connection that ends if its client takes longer than IDLE_SECONDS to send headers, or to read.
 
-    uvicorn's own time limit begins only after a response, and the next byte of the client ends this limit. If
-    CONNECTIONS connections are open, a new connection replaces the oldest one whose client has not sent its whole
+    uvicorn's own time limit begins after a response and ends at the client's next byte, so a client could wait forever.
+    If CONNECTIONS connections are open, a new connection replaces the oldest one whose client has not sent its whole
     request, so slow clients do not keep out other clients.
     """
 
@@ -73,7 +73,7 @@ def build_server(app: ASGIApp) -> uvicorn.Server:
             log_level="critical",
             timeout_graceful_shutdown=GRACE,
             timeout_keep_alive=IDLE_SECONDS,  # type: ignore[arg-type]  # only used as seconds
-            # If all of these connections are being answered, a new one gets status 503.
+            # If CONNECTIONS requests are being answered, a new request gets status 503.
             limit_concurrency=CONNECTIONS + 1,
             http=ClientConnection,
             ws="none",

@@ -7,8 +7,8 @@ Differences are measured in units of roundoff at the scale of the tensor:
     unit of an element   u · max(|a|, root mean square of the whole tensor a)
 
 u is the unit roundoff, half the distance from 1 to the next number: 2^-24 in fp32, 2^-11 in fp16, 2^-8 in bf16. An
-element much smaller than the root mean square is a sum whose terms nearly cancel. The rounding error of such an element
-has the size of the terms, so the scale is never below the root mean square.
+element much smaller than the root mean square is a sum whose terms nearly cancel. Its rounding error has the size of
+the terms, so the scale is never below the root mean square.
 
     bound = MAX_ROUNDINGS · √d · (√n + a)        the largest difference of an element that rounding explains
 
@@ -67,11 +67,11 @@ from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ
 
 MAX_ROUNDINGS = 8.0
 LONGEST_16_BIT_SUM = 64
-GRADIENT_NOISE = 32.0  # the relative noise of a gradient, in units
+GRADIENT_NOISE = 32.0  # the relative noise of a gradient, in units of roundoff
 MIN_BULK = 1000  # number of elements
 ONE_ROUNDING = 2.0  # a bound for weights that the two runs have in different precisions
 SCALAR_BOUND = 4.0  # a bound for scalars that are not sums over ranks, in units of fp32
-# the upper edges of the histogram's bins, in units: 0, then two edges for each factor of two
+# the upper edges of the histogram's bins, in units of roundoff: 0, then two edges for each factor of two
 EDGES = [0.0, *(2.0 ** (half / 2 - 8) for half in range(96)), math.inf]
 
 

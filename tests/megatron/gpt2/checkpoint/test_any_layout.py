@@ -1,7 +1,7 @@
 """A checkpoint loads under every layout with equal bits.
 
 The test builds the ranks of a layout one after the other in this process, from the classes that training uses, and
-calls `checkpoint_files` and `load_checkpoint`. It needs no process group, because layers get rank and size as two
+calls `checkpoint_files` and `load_checkpoint`. The test needs no process group, because layers get rank and size as two
 integers. ../train/test_growing_batch.py shows that training continues with the same losses.
 """
 
@@ -196,7 +196,7 @@ def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str,
     metadata = {"config": config.as_dict(), "train_iters": 3, "decay_iters": 3, "precision": "", "computed_by": ""}
     source = str(checkpoint.path.parent)
     context: Any = SimpleNamespace(source=source, device=CPU, config=config, metadata=lambda: metadata)
-    # Without a process group, ranks cannot agree on a checkpoint, so the test has opened it.
+    # `find_checkpoint` needs a process group, so let it return the checkpoint that the test opened.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron.gpt2.train.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_checkpoint(context, rank.parallel, rank, lambda line: None) == (3, 24, 0)

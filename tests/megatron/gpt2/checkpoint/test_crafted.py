@@ -145,7 +145,7 @@ def text(tensors: str = "", more: str = "") -> str:
     return f'{{"version": 1, "iteration": 1, "facts": {{}}, "tensors": {{{tensors}}}, "files": {{}}, {more}"sha256": "'
 
 
-TEXTS: list[Callable[[], str]] = [  # Some have megabytes, so each is built only when a test uses it.
+TEXTS: list[Callable[[], str]] = [  # Functions, because some of the texts have megabytes.
     lambda: "",
     lambda: "[" + text(),
     lambda: text(more='"x": ' + "[" * 100_000),
@@ -333,7 +333,8 @@ def test_headers_that_disagree(oldest: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- metadata
 
 GREAT, MODEL = 1 << 40, "config model"
-# Each case has a path in the metadata, and invalid values for it. Each value is also replaced by values of other types.
+# Each case has a path in the metadata, and invalid values for this place. Each value is also replaced by values of
+# other types.
 PLACES: dict[str, list[Any]] = {
     "config": [{}],
     MODEL: [{}],

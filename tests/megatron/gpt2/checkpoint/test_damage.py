@@ -14,7 +14,7 @@ import pytest
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 
-# The numbers of the iterations differ in one bit, so a flipped bit in the tracker file names the other iteration.
+# Iterations 1 and 3 differ in one bit, so a flipped bit in the latest-iteration file can name a wrong checkpoint.
 OLDER, NEWER = 1, 3
 FOLDERS = {iteration: f"iter_{iteration:07d}" for iteration in (OLDER, NEWER)}
 
@@ -79,10 +79,10 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- trackers
 
 
-# words for the tracker file; iteration 700 does not exist
+# words for the latest-iteration file; iteration 700 does not exist
 WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()
 GARBAGE = [*WORDS, b"", b"\n", b" ", b"1\n3", b"\0\0\0\0", b"\xff\xfe3\0", b"9" * 70, b"9" * 5_000_000]
-# The bytes are digits of other scripts, and a byte order mark.
+# digits of other scripts, and a byte order mark
 GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]
 LINKS = [LATEST_FILE, "nowhere", FOLDERS[OLDER], "/dev/zero", "/dev/null"]
 

@@ -178,7 +178,7 @@ def losses(rank: int, world_size: int, folder: Path) -> list[tuple[int, float, l
             seen.append((0, 0.0, list[str]()) if math.isnan(loss) else best(folder))
         assert trainer.checkpoints.saved_iteration is None  # Only best/ was saved.
         trainer.checkpoints.save()
-        trainer.checkpoints.finish()  # All ranks call this.
+        trainer.checkpoints.finish()  # All ranks call `finish`.
         finish(trainer)
     data, logged = trainer.data.splits.fingerprint, list[str]()
     assert saved_best_loss(folder / "save/best", data, logged.append) == 2.4
@@ -200,7 +200,7 @@ def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.Cap
     flags = [*FLAGS, *words.split()]
     assert pretrain_gpt2.main([*flags, "--train-iters", "5"]) == 0
     assert "saved run/best/iter_0000002" in capfd.readouterr().out
-    # A run can load and continue best/, but cannot save into it.
+    # A run can load and continue best/, but cannot save into best/.
     assert pretrain_gpt2.main(["--load", "run/best", "--train-iters", "9"]) == 2
     assert "--save run/best is where the run in run keeps its best checkpoint" in capfd.readouterr().err
     assert pretrain_gpt2.main("--load run/best --train-iters 7 --save on".split()) == 0
@@ -344,8 +344,8 @@ def test_one_owner(tmp_path: Path) -> None:
 def test_an_owner_that_stops_inside_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: str, iteration: int
 ) -> None:
-    """The later owner takes the files away, so the commit of iteration 2 fails, and the tracker file does not go
-    back."""
+    """If a later owner has removed the temporary folder, the old owner's commit fails, and the latest-iteration file
+    stays."""
     first = Lease(tmp_path)
     assert not save_as(first, 1)
     first._released.set()  # Stop renewing the lease, as a suspended owner would.

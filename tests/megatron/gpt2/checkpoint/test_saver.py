@@ -104,7 +104,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, mo
 def test_storage_that_does_not_answer_ends_the_run_on_every_rank(tmp_path: Path):
     s = saving(tmp_path, [])
     s.save(1, rank_files(full_state(1), 0, 1), {})
-    s.gather = lambda text: [text, "too slow"]  # The other rank answers "too slow".
+    s.gather = lambda text: [text, "too slow"]  # Rank 1 answers "too slow".
     said = (
         f"the storage of --save {tmp_path} took longer than [0-9.]+ s .--save-timeout-minutes. for the files of rank 1"
     )

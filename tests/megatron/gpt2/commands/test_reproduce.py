@@ -57,7 +57,7 @@ def grammar() -> ModuleType:
 
 def test_the_entropy_is_that_of_all_sentences(grammar: ModuleType) -> None:
     def texts(symbol: str) -> Counter[str]:
-        """Return the probability of each text that `symbol` derives."""
+        """Return {text: probability} for all texts that the grammar makes from `symbol`."""
         found, rules = Counter[str](), grammar.GRAMMAR[symbol]
         for weight, rule in rules:
             made = {"": weight / sum(other for other, _ in rules)}

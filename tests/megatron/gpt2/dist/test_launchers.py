@@ -113,7 +113,7 @@ WITH_CUDA = (
 
 @pytest.mark.parametrize("way, how", {"Ctrl-C": "forked", "SIGTERM": "spawned", "a rank is killed": "forked"}.items())
 def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how: str) -> None:
-    """A run with --nproc-per-node has the losses of one process. It ends as expected after a signal or a killed
+    """A run with --nproc-per-node has the losses of one process, and ends as expected after a signal or a killed
     rank."""
     save = folder / f"{how} {way}"
     words = ["--save", str(save), *"--nproc-per-node 2 --exit-interval 100000 --train-iters 100000".split()]
@@ -248,7 +248,7 @@ def test_the_first_launcher_wins() -> None:
 def test_flags_by_hand() -> None:
     found, words = read_launch(["--lr", "1", *BY_HAND.split(), "--init_timeout", "7", "--prompt", "a_b"], {})
     assert found == Launch(1, 3, init_method="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
-    assert words == ["--lr", "1", "--prompt", "a_b"]  # The program reads these flags.
+    assert words == ["--lr", "1", "--prompt", "a_b"]  # pretrain_gpt2.py reads the flags of training.
 
 
 def test_torchrun_keeps_the_store() -> None:

@@ -46,7 +46,7 @@ from tests.distributed import CONTEXT
 from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port
 from tests.megatron.gpt2.test_device import gpus
 
-PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # Both ranks are on one machine.
+PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # two ranks of one machine
 
 
 def make_launches(
@@ -107,7 +107,8 @@ def test_rendezvous_over_ipv6_and_ipv4() -> None:
 
 
 def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
-    """Rank 0 overwrites the file, which the other ranks read until it is valid. The file is removed at the end."""
+    """Rank 0 overwrites the file. The other ranks read the file again until its content is valid. The file is removed
+    at the end."""
     card = tmp_path / "card"
     for text in (f"a {free_port()}\n", "something else\n"):
         card.write_text(text)
@@ -216,7 +217,7 @@ def test_ranks_that_contradict_each_other() -> None:
     twice = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])
     assert set(twice) <= {f"rank 1 was started twice, the second time on {host}" for host in "ab"}
     first = make_launches(2, "a")
-    # Both ranks use the store of rank 0.
+    # Ranks of both world sizes use the store of rank 0.
     found = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])
     line = (
         r"rank \d \(\w\) has world size (2, but the first rank has 3|3, but the first rank has 2): all ranks need the "

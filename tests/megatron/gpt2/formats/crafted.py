@@ -1,6 +1,6 @@
 """Crafted files that attack a reader, and files that are not checkpoints.
 
-`FILES` has functions that write such a file into a folder. `METADATA` has the bytes of crafted `.metadata`, or
+`FILES` has functions that write crafted files into a folder. `METADATA` has the bytes of crafted `.metadata`, or
 functions that change the object of a real one. A payload that is executed makes the file `executed` in the current
 folder.
 """
@@ -315,7 +315,7 @@ FILES |= {function.__name__: function for function in (ranks_up_to_999, a_tracke
 
 # --- .metadata: streams of instructions, and genuine ones in which one thing was changed
 
-# Functions with side effects. The cases are the ways in which a pickle calls them.
+# Functions with side effects. WAYS has the ways in which a pickle calls a function.
 ACTING = """os.system subprocess.check_call builtins.eval builtins.getattr builtins.bytearray pathlib.Path.touch
     torch.load functools.partial numpy.save torch.distributed.checkpoint.metadata.os.system
     torch.distributed.checkpoint.metadata.Metadata.__init__ torch.serialization._get_layout.x""".split()
@@ -338,7 +338,7 @@ META_STREAMS = CALLS | {
     "an index without a name": b"}" + INDEX + b")\x81Ns",
 }
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-# The arguments are the metadata, the index of a slice of the word embeddings, and the entry of this tensor.
+# A change gets the metadata, the index of a slice of the word embeddings, and the entry of the word embeddings.
 Change = Callable[[Any, MetadataIndex, Any], object]
 
 

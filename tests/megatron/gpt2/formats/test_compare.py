@@ -37,8 +37,8 @@ def source(changed: dict[str, Tensor] | None = None, shape: ModelConfig = SHAPE)
 
 
 def test_differences_of_tensors():
-    """One element differs, one tensor has a NaN, one a different shape, and one is missing. Only one checkpoint has
-    masters."""
+    """One element differs. A second tensor has a NaN, a third a different shape, and a fourth is missing. Only one
+    checkpoint has masters."""
     moved = WEIGHTS[NAME].clone()
     moved[-1, -1] += 0.5
     a = source({"master.word_embeddings.weight": torch.ones(1)})

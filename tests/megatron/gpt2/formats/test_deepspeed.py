@@ -54,7 +54,7 @@ def test_a_sharded_optimizer_is_what_deepspeed_held(folder: Path):
 
 @pytest.mark.parametrize("folder", [FP32], indirect=True)
 def test_conversion_keeps_it_and_older_files_have_other_forms(folder: Path, tmp_path: Path):
-    """The older forms are made here, after the source of DeepSpeed: without the order of the parameters, and with the
+    """The test makes the older forms after the source of DeepSpeed: without the order of the parameters, and with the
     state of each group in a list."""
     step, genuine = folder / "global_step2", opened(folder)
     out = str(tmp_path / "out")

@@ -25,7 +25,7 @@ from tests.megatron.gpt2.formats.sample_checkpoints import (
 
 KINDS = ("builtin", "bytes", "SentencePieceTokenizer")
 WORDS = "the children of a small town went home when it was late, and their 12 dogs didn't follow: «été» 日本".split()
-# the largest error of a logit, for weights of this type
+# the largest error of a logit, by type of weights
 ROUNDING = {"fp32": 2e-3, "fp16": 5e-3, "bf16": 5e-2, "q8_0": 2e-1}
 
 pytestmark = needs("gguf", extra="gguf")
@@ -33,7 +33,7 @@ pytestmark = needs("gguf", extra="gguf")
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Return a tokenizer of this kind. The SentencePiece tokenizer is trained on random texts of WORDS."""
+    """Return a tokenizer of `kind`. The SentencePiece tokenizer is trained on random texts of WORDS."""
     model = tmp_path_factory.mktemp("sentencepiece") / "model"
     if request.param == "SentencePieceTokenizer":
         draw = random.Random(0)

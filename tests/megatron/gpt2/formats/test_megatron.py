@@ -1,6 +1,5 @@
-"""Megatron's files. The logits of real files are compared with those of the code that wrote them. Other files are made
-here from known weights, and must be read to equal bits. Pipeline files are read from every version with pipelines, and
-written for it."""
+"""Megatron's files. Real files must give the logits of the Megatron that wrote them. Files made from known weights must
+be read to equal bits. Files of pipelines are read and written for every version that has pipelines."""
 
 from __future__ import annotations
 
@@ -60,13 +59,13 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def open_genuine(name: str, vocab_size: int | None = TRUE_VOCAB_SIZE, **more: Any) -> BaseCheckpoint:
-    """Open a real checkpoint. The files of 2019 do not contain the number of heads, so a flag gives it."""
+    """Open a real checkpoint. Files of 2019 lack the number of heads, so a flag gives the number."""
     hints = Hints(4 if "2019" in name else None, vocab_size, more.get("gelu"))
     return open_checkpoint(TEST_DATA / name / "checkpoint", hints, log=more.get("log", silent))
 
 
 def differences(rank: int, world_size: int, gelu: str | None = None) -> list[float]:
-    """Return the differences of each real checkpoint's logits from those of the code that wrote it."""
+    """Return for each real checkpoint how far its logits are from the logits of the Megatron that wrote it."""
     mpu.initialize_model_parallel(world_size)
     found = []
     for name in GENUINE:
@@ -121,7 +120,7 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 def joined(specs: dict[str, mpu.PartitionSpec], kind: str, name: str) -> Tensor:
-    """Find the optimizer state of one parameter in the two files of 2019, and merge it."""
+    """Find the optimizer state of one parameter in the two files of 2019, and merge its shards."""
     shards = []
     for top in two_ranks():
         vector = top["model"][name].dim() == 1
@@ -161,7 +160,7 @@ def test_heads_that_are_missing_or_do_not_divide():
     for path, words, hints in (
         (older, ("--num-attention-heads", "2, 4, 8"), {}),
         (older, ("--num-attention-heads", "2, 4, 8"), {"num_attention_heads": 5}),
-        (older, ("--num-attention-heads",), {"num_attention_heads": 1}),  # One head cannot be divided over 2 ranks.
+        (older, ("--num-attention-heads",), {"num_attention_heads": 1}),  # Two ranks cannot share one head.
         (newer, ("--num-attention-heads",), {"num_attention_heads": 8}),
         (newer, ("--vocab-size 137", "136"), {"vocab_size": 137}),
         (newer, ("iteration 20",), {"iteration": 20}),
@@ -212,7 +211,7 @@ def test_every_version_is_read_to_the_last_bit(
 
 
 def test_a_release_holds_weights_alone(tmp_path: Path):
-    """NVIDIA's released checkpoint is in a folder named `release`. It has no arguments and no optimizer."""
+    """NVIDIA's released checkpoint is in a folder named `release`. The checkpoint has no arguments and no optimizer."""
     weights = random_weights()
     sample_checkpoints.write_megatron(tmp_path, weights, "flat", tp=2, legacy=True, args=False)
     (tmp_path / "iter_0000007").rename(tmp_path / "release")
@@ -229,7 +228,7 @@ def test_an_optimizer_in_another_order_or_an_incomplete_one_is_left_out(tmp_path
 
     def exchange(top: dict[str, Any]) -> None:
         biases = top["optimizer"]["fp32_from_fp16_params"][1]
-        biases[0], biases[1] = biases[1], biases[0]  # Both biases have the same shape.
+        biases[0], biases[1] = biases[1], biases[0]  # Only biases of equal shape can be exchanged without an error.
 
     changed(file, lambda top: top["optimizer"]["grad_scaler"].update(hysteresis_tracker=-1))
     read = open_checkpoint(tmp_path / "theirs", log=silent)

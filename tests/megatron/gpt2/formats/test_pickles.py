@@ -70,7 +70,7 @@ def test_crafted(tmp_path: Path, executed: Path, name: str):
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     refusal(lambda: open_checkpoint(folder, log=silent), size, str(folder))
     if name.startswith(("zip: ", "legacy: ")) and name.partition(": ")[2] not in crafted.WELL_FORMED:
-        refusal(lambda: load_torch_file(folder / "ckpt.pt"), size, str(folder))  # The format is not detected here.
+        refusal(lambda: load_torch_file(folder / "ckpt.pt"), size, str(folder))  # without format detection
     assert not executed.exists()
 
 

@@ -1,5 +1,5 @@
 """Convert native checkpoints to each export format and back with equal bits. transformers computes the same logits.
-Hugging Face's tokenizers, as transformers 4 and 5 write them, give the same ids."""
+Tokenizers that transformers 4 and 5 write give equal ids."""
 
 from __future__ import annotations
 

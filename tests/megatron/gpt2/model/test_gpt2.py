@@ -43,7 +43,7 @@ SHAPE_345M = ModelConfig(
 
 
 class Expected(NamedTuple):
-    """The text [b, s + 1], and what transformers' model computes for it, under our parameter names."""
+    """A text [b, s + 1], and the results of transformers' model for this text, under our parameter names."""
 
     text: Tensor
     weights: dict[str, Tensor]
@@ -118,8 +118,8 @@ def test_equals_huggingface(world_size: int, gelu: str):
 @pytest.mark.parametrize("chunks", [[range(3)], [range(1), range(1, 3)]], ids=["a chunk", "two chunks"])
 @pytest.mark.parametrize("layers_per_checkpoint", [0, 1, 2])
 def test_the_layers_of_a_gpu_equal_those_of_a_cpu(layers_per_checkpoint: int, chunks: list[range]):
-    """A layer of a GPU gives its output to the next layer as terms of a sum. The end of a checkpoint or of a pipeline
-    stage adds them."""
+    """On a GPU, a layer returns terms of a sum, which the next layer or the end of a checkpoint or pipeline stage
+    adds."""
     mpu.initialize_model_parallel(1)
     config, text = replace(SMALL, hidden_dropout=0.1), torch.randint(0, 101, (3, 21))
     recompute = {"recompute_granularity": "full", "recompute_num_layers": layers_per_checkpoint}

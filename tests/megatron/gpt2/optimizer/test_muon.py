@@ -80,7 +80,7 @@ def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
 
 
 def train_in_batches(*arguments: Any) -> list[dict[str, Any]]:
-    """Train as on a GPU, which orthogonalizes several matrices together: here up to four of the largest."""
+    """Train as on a GPU, which orthogonalizes several matrices together: in this test up to four of the largest."""
     batches: list[int] = []
 
     def counted(x: Tensor, *others: Any) -> Tensor:

@@ -34,7 +34,7 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: Path, flags: 
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
     first = steps(trainer, 4)
     trainer.checkpoints.save()
-    steps(trainer, 1)  # This step must not change the checkpoint that --async-save still writes.
+    steps(trainer, 1)  # Train while --async-save writes: a step must not change the checkpoint.
     trainer.checkpoints.finish()
     assert trainer.checkpoints.saved_iteration == 4
     finish(trainer)
@@ -107,8 +107,8 @@ def test_torchs_generators_are_equal_only_on_ranks_that_share_activations(tmp_pa
 
 
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
-    """After --no-load-optim, the optimizer has done fewer steps than the run. Both numbers are saved. The weights are
-    loaded from the masters."""
+    """After --no-load-optim, the optimizer has done fewer steps than the run, and a checkpoint saves both numbers. The
+    weights are loaded from the masters."""
     write_text(tmp_path)
 
     def run(save: str, count: int, more: str = "") -> tuple[list[float], Tensor, Tensor]:

@@ -215,7 +215,7 @@ def interleaved(*_: Any) -> None:
 
 
 def opposing_sends(*_: Any) -> None:
-    dist.send(torch.zeros(4), 1 - dist.get_rank())  # Both ranks send first.
+    dist.send(torch.zeros(4), 1 - dist.get_rank())  # Each rank sends before it receives.
     dist.recv(torch.zeros(4), 1 - dist.get_rank())
 
 

@@ -1,4 +1,4 @@
-"""Test that tools/preflight.py finds each of these defects on one rank of two, and reports nothing without a defect."""
+"""Test that tools/preflight.py finds each of DEFECTS on one rank of two, and reports nothing without a defect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def little_memory(device: torch.device, local_world_size: int) -> tuple[int, str
 
 
 class Defect(NamedTuple):
-    """A defect, and a pattern of the text of each row that names it.
+    """A defect, and a pattern of the text of each row that names the defect.
 
     flags: the flags of all ranks.
     own: further flags of rank 1.

@@ -1,4 +1,4 @@
-"""The server runs in this process. OpenAI's client and invalid clients send requests to it."""
+"""The server runs in the test process and gets requests of OpenAI's client and of invalid clients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from megatron.gpt2.extensions.serve.request import (  # noqa: E402
 
 pytestmark = needs("openai", extra="dev")
 
-ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # `model` in this file never ends such a text early.
+ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # The fixture `model` never ends a text with top_k 3.
 SERVED = ServedModel("tiny", TOKENIZER, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
 JSON = {"Content-Type": "application/json"}
 
@@ -60,7 +60,7 @@ def model() -> Iterator[GPT2Model]:
 
 def openai_client(url: str) -> openai.OpenAI:
     """Return OpenAI's client for the server at `url`."""
-    import openai  # imported here, because it is slow and most test processes do not need it
+    import openai  # imported late, because the import is slow and most test processes do not need openai
 
     return openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0, timeout=240)
 
@@ -141,7 +141,7 @@ def test_openai_client(served: RunningServer, model: GPT2Model) -> None:
 
 
 def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenAI's clients score a text in this way. The answer also has the model's most likely tokens."""
+    """With `echo` and `logprobs`, the server scores the prompt. The answer also has the model's most likely tokens."""
     monkeypatch.setattr(model_runner, "ROWS", 7)  # so that the last prompt is scored in two parts
     prompts = ["One é", "x", "a longer text"]
     asked = [list(prompt.encode()) for prompt in prompts]
@@ -283,7 +283,7 @@ def test_only_known_hosts(served: RunningServer, host: str) -> None:
 
 SLOW = [
     b"G",
-    post_request(60, b"{"),  # The body of this request is never complete.
+    post_request(60, b"{"),  # The client never sends the whole body of its request.
     b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
     # The server answers a first request. Then the headers of a second request follow.
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -371,8 +371,7 @@ def test_stopping_answers_waiting_clients(model: GPT2Model) -> None:
                 one.result()
 
 
-# The first field of each request is invalid, and the error must name it. pydantic checks types and ranges; one of each
-# is here.
+# The first field of each request is invalid, and the error must name that field. pydantic checks types and ranges.
 BAD = [
     *map(json.loads, """{"max_tokens": 1000000000}
 {"max_tokens": 1.5}

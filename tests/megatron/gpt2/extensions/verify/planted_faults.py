@@ -1,4 +1,4 @@
-"""Faults of parallel training, for tests that plant one of them into a run.
+"""Faults of parallel training that tests plant into a run.
 
 A fault is a function (trainer, patch), which every rank calls. `patch` undoes the changes.
 """
@@ -118,7 +118,7 @@ def norm_counted_twice(trainer: Trainer, patch: Patch) -> None:
 
 
 def lost_gradient(trainer: Trainer, patch: Patch) -> None:
-    """Let the gradients of each micro-batch overwrite the earlier ones."""
+    """Let each micro-batch overwrite the gradients of earlier micro-batches."""
     patch.setattr(trainer.state.reducer, "add", lambda name, gradient: trainer.state.buffer.grad(name).copy_(gradient))
 
 

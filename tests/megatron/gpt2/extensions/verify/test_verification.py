@@ -91,7 +91,7 @@ Compare = Callable[[str], tuple[Comparison, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory: pytest.TempPathFactory) -> Compare:
     """Return a function that compares a case with the trace of a run on one rank, and returns the comparison and the
-    metadata of the case's run. One start of two ranks runs all cases of COVERING or of WIDE."""
+    metadata of the case's run. To save time, two ranks run all cases of COVERING, or of WIDE, after one start."""
     folder = tmp_path_factory.mktemp("verification")
     write_text(folder)
     report = run_case(0, 1, folder, "--micro-batch-size 4", records=True)

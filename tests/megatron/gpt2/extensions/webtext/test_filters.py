@@ -268,7 +268,7 @@ def test_text_and_its_encoding():
 
 def test_a_slow_extraction_kills_its_process():
     page = Page("u", b"<html><body><p>" + b"Some words of a text. " * 30 + b"</p></body></html>", None)
-    # Extracting the text of this page takes seconds.
+    # Extracting the text of 60,000 paragraphs takes seconds.
     many = b"".join(b"<p>Some words of paragraph %d.</p>" % number for number in range(60_000))
     long = Page("u", b"<html><body>" + many + b"</body></html>", None)
 
