@@ -195,6 +195,7 @@ class ParallelMLP(nn.Module):
 
     With selective recomputation, backward computes the output of GELU again. This output is a quarter of a layer's
     activations.
+
     submodules: the implementations of the linear layers.
     """
 
@@ -351,13 +352,15 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class FusedTransformerLayer(ParallelTransformerLayer):
-    """`ParallelTransformerLayer` for a GPU. Between the matrix products, the layer calls the fused functions of
-    `kernels/layer.py`, which read and write less memory than PyTorch's operators. It returns `kernels.ResidualTerms`,
-    which the first kernel of the next layer adds. `kernels.hidden_states` returns the sum of the terms.
+    """`ParallelTransformerLayer` with a second forward for GPUs. On a CPU the layer only runs the base class's forward.
 
-    The forward of the base class runs in the cases that the fused functions do not support: on a CPU, in generation,
-    with selective recomputation, with dropout masks from torch's generators, and if the first layer norm has a hook,
-    because the fused functions do not call the modules of the layer norms.
+    On a GPU, the layer calls the fused functions of `kernels/layer.py` between the matrix products. They read and write
+    less memory than PyTorch's operators. The layer then returns `kernels.ResidualTerms`, which the first kernel of the
+    next layer adds. `kernels.hidden_states` returns the sum of the terms.
+
+    The fused functions do not support generation, selective recomputation and dropout masks from torch's generators.
+    They do not call the layer norms, `attention` and `mlp` as modules. In these cases, and if one of these modules has
+    a hook, the base class's forward runs.
     """
 
     def forward(  # type: ignore[override]
@@ -368,13 +371,15 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         dropout_seeds: Tensor | None = None,
     ) -> Tensor | kernels.ResidualTerms:
         """See `ParallelTransformerLayer.forward`. `kernels.add_norm` ends a branch and starts the next one: it returns
-        x = x + dropout(branch + bias) and y = norm(x). The output layers therefore leave out their biases."""
+        x = x + dropout(branch + bias) and y = norm(x). `attention.dense` and `mlp.dense_4h_to_h` therefore leave out
+        their biases."""
         terms = kernels.ResidualTerms(x) if isinstance(x, Tensor) else x
         dropout_p = self.hidden_dropout if self.training else 0.0
         is_unsupported = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
-        if is_unsupported or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(terms.x):
-            return super().forward(kernels.hidden_states(x), packed_seq_params, attention_fn, dropout_seeds)
         attention, mlp = self.attention, self.mlp
+        has_hooks = any(map(_has_hooks, (self.input_layernorm, attention, self.post_attention_layernorm, mlp)))
+        if is_unsupported or has_hooks or not kernels.has_fused_layer(terms.x):
+            return super().forward(kernels.hidden_states(x), packed_seq_params, attention_fn, dropout_seeds)
         seeds = dropout_seeds if dropout_p > 0 else None
         first_position = attention.dense.first_position(terms.x)
 
@@ -393,6 +398,11 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         branch = mlp.dense_4h_to_h(y, skip_bias_add=True)
         dropout = seeds, dropout_p, POST_MLP_DROPOUT, first_position
         return kernels.ResidualTerms(x, branch, mlp.dense_4h_to_h.bias, *dropout)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return True if `module` has hooks, which run only if the module is called."""
+    return any((module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks))
 
 
 @functools.cache

@@ -93,23 +93,33 @@ def test_fused_layers_equal_plain_layers(world_size: int, sequence_parallel: boo
         assert found < 1e-5
 
 
-@pytest.mark.parametrize("case", ["hooks", "selective", "attention_fn", "generator"])
+HOOKS = {
+    "input_layernorm": "register_forward_hook",
+    "post_attention_layernorm": "register_forward_pre_hook",
+    "attention": "register_full_backward_hook",
+    "mlp": "register_full_backward_pre_hook",
+}
+
+
+@pytest.mark.parametrize("case", [*HOOKS, "selective", "attention_fn", "generator"])
 def test_it_is_the_plain_layer_for_what_the_kernels_do_not_support(case: str):
     mpu.initialize_model_parallel(1)
     recompute, p = "selective" if case == "selective" else "none", 0.1 if case == "generator" else 0.0
     config = mpu.TransformerConfig(H, 4, 72, hidden_dropout=p, recompute_granularity=recompute)
     plain, fused = build_layers(config)
+    x, found, calls = torch.randn(S, B, H), [], list[str]()
     arguments: dict[str, Any] = (
         {"attention_fn": lambda qkv: qkv[:, :, :, 2].flatten(2)} if case == "attention_fn" else {}
     )
-    if case == "hooks":
-        fused[0].get_submodule("input_layernorm").register_forward_hook(lambda *_: None)
-    x, found = torch.randn(S, B, H), []
+    if case in HOOKS:
+        getattr(fused[0].get_submodule(case), HOOKS[case])(lambda *_: calls.append(case))
     for layers in (plain, fused):
         torch.manual_seed(3)
         with fused_on_a_cpu(), mock.patch.object(kernels, "add_norm", side_effect=AssertionError):
             found.append(layers[0](x, **arguments))
     assert torch.equal(*found)
+    found[1].sum().backward()
+    assert calls == [case] * (case in HOOKS)
 
 
 def test_it_compiles_to_one_graph():
