@@ -65,7 +65,7 @@ def test_a_cut_a_full_disk_and_a_stop(tmp_path: Path) -> None:
             "lost link",
             "ranks 0-1 lost each other at iteration 3",
         ),
-        full: (f"error: {not_saved}", "full disk", rf"rank 0 \({HOST}\), iteration 5: {not_saved}"),
+        full: (f"error: {not_saved}", "failed save", rf"rank 0 \({HOST}\), iteration 5: {not_saved}"),
         stop: (
             rf"{rank_1} sent no heartbeat for \d+ s and did not reach all_reduce \(\S+:\d+, called at \S+:\d+\) "
             rf"within 6 s, where rank 0 \({HOST}\) waits: {ENDS}",

@@ -88,7 +88,7 @@ def finish_run(trainer: Trainer, reason: str) -> int:
         checkpoints.finish()  # --keep-best may have started an asynchronous save.
         trainer.log.note(f"finished, but {missing}" if missing else "finished")
     if missing:
-        trainer.incidents.note("error", f"{missing}: {checkpoints.last_error}", cause="full disk")
+        trainer.incidents.note("error", f"{missing}: {checkpoints.last_error}", cause="failed save")
     trainer.incidents.note("end", reason or FINISHED, exit_code=code)
     if not missing:
         checkpoints.remove_local()

@@ -42,6 +42,10 @@ KINDS = {
         "the disk was full or too slow",
         "free space or give a different --save; the last committed checkpoint is complete",
     ),
+    "failed save": (
+        "the last checkpoint was not written",
+        "fix the reason in the line above; the same command continues from the last committed checkpoint",
+    ),
     "damaged checkpoint": (
         "a file has changed since it was written",
         "nothing, if an older checkpoint is valid: the run loads it; otherwise give a different --load",
