@@ -5,8 +5,8 @@ microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience
 `apply_rules` applies the rules, and docs/reference/flags.md lists most of them. A rule has one of these statuses:
 
     translated   the flag sets fields of the configuration
-    ignored      the flag cannot change the training; the start of a run prints the reason
-    refused      the flag is an error, because it would change result, memory or speed; its text names an alternative
+    ignored      the flag has no effect; the start of a run prints the reason
+    refused      the flag is an error, because the run cannot do what it asks for; its text names the way out
 
 Flags that select a different model than GPT-2 are refused (`--num-experts`, `--multi-latent-attention`, …). Flags that
 have no effect without one of these are ignored.
@@ -201,7 +201,7 @@ STAGE = "1 is read as --use-distributed-optimizer, 2 adds --shard-gradients, 3 i
 EVALUATE = how_to_call("evaluate_gpt2")
 CONVERT = f"{how_to_call('checkpoint')} convert"
 ONE_IMPLEMENTATION = "there is one implementation, with the same results"
-NOT_GPT2 = "not part of the pretraining of GPT-2; leave it out"
+NOT_IMPLEMENTED = "not implemented here; leave it out"
 ADAMW = "the optimizer is AdamW"
 # {value of a flag that only Megatron has: what to give instead}
 GPT2_FILES = "give --vocab-file vocab.json and --merge-file merges.txt"
@@ -306,7 +306,7 @@ MEGATRON_RULES = by_name(
         "must be equal to --num-attention-heads",
         _one_group_per_head,
     ),
-    _rule("refused", "--group-query-attention", NOT_GPT2, unless="--num-query-groups"),
+    _rule("refused", "--group-query-attention", NOT_IMPLEMENTED, unless="--num-query-groups"),
     ignored("--mup-width-mult=", "it is --hidden-size / --mup-base-width"),
     refused(
         "--swiglu --glu-activation= --quick-geglu --squared-relu --untie-embeddings-and-output-weights "
@@ -330,7 +330,7 @@ MEGATRON_RULES = by_name(
         "--query-in-block-prob= --indexer-* --qa-data-* --train-hard-neg= --val-av-rank-* --img-* --patch-dim= "
         "--num-channels= --num-classes= --report-topk-accuracies= --vision-* --swin-* --dino-* --classes-fraction= "
         "--data-per-class-fraction= --head-lr-mult= --iter-per-epoch= --output-bert-embeddings",
-        NOT_GPT2,
+        NOT_IMPLEMENTED,
     ),
     ignored("--use-cpu-initialization --no-initialization", "every device gets the same initial weights"),
     # Parallelism
@@ -377,6 +377,7 @@ MEGATRON_RULES = by_name(
     # Data
     ignored("--loose-json", "--train-data detects the file format"),
     ignored("--shuffle", "training samples are always shuffled, by --seed"),
+    ignored("--dataloader-type=", "--data-order sets the order of samples", "single", "cyclic"),
     ignored("--resume-dataloader --repeated-dataloader", "data always continues from the checkpoint, over all epochs"),
     refused(
         "--tokenizer-name-or-path= --tokenizer-metadata=", "give --vocab-file and --merge-file, or --tokenizer-model"
@@ -550,7 +551,6 @@ MEGATRON_RULES = by_name(
             "--softmax-type=": "vanilla",
             "--mlp-type=": "standard",
             "--tokenizer-model-type=": "bpe bert-base-cased bert-base-uncased bert-large-cased bert-large-uncased",
-            "--dataloader-type=": "single cyclic",
             "--lr-wsd-decay-style=": "exponential",
             "--muon-scale-mode=": "spectral",
             "--muon-coefficient-type=": "simple",

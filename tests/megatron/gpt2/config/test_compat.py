@@ -59,7 +59,7 @@ def test_all_errors_are_in_one_line():
     assert said.startswith("unknown flags --num-layerz: did you mean --num-layers?, --zzz: --help lists the flags; ")
     assert "; --precision: invalid choice: 'fp9' (choose from auto, " in said
     assert "; --num-experts 8 is not supported, only 1: no other value is implemented; " in said
-    assert "; --swiglu, --qk-clip are not supported: not part of the pretraining of GPT-2; leave it out; --yaml" in said
+    assert "; --swiglu, --qk-clip are not supported: not implemented here; leave it out; --yaml" in said
 
 
 def test_only_a_typing_error_gets_a_hint():
