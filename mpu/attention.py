@@ -19,7 +19,7 @@ from mpu.random import ATTENTION_DROPOUT, current_rng_tracker
 @dataclass(frozen=True)
 class PackedSeqParams:
     """The lengths of the documents in a micro-batch, so that no token attends to a token of a different document.
-    megatron.core has a class with this name and purpose.
+    megatron.core's class of this name changes the shape of the tensors to [t, n, d]; here the shape stays [s, b, n, d].
 
     lengths: the number of tokens of each document. A document that continues in the next sample counts as two
         documents. The sum is t.

@@ -8,7 +8,7 @@ row-parallel layers and embeddings. Each all-reduce becomes an all-gather and a 
 many bytes. Backward of a column-parallel layer needs one more all-gather, because the layer gathers its input again.
 
 A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. After `torch.manual_seed(s)`, the
-layer therefore gets the same weights for every group size, equal to the weights of the plain `torch.nn` layer.
+layer therefore gets the same weights for every group size.
 """
 
 from collections.abc import Callable
@@ -270,7 +270,8 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor, *, skip_bias_add: bool = False) -> Tensor:
         """[..., input_size/tp], or [..., input_size] unless input_is_parallel -> [..., output_size].
 
-        skip_bias_add: the caller adds b.
+        skip_bias_add: return XAᵀ; the caller adds b. In Megatron, skip_bias_add is an argument of the constructor, and
+            forward returns (output, bias).
         """
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)

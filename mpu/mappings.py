@@ -12,7 +12,8 @@ first dimension, and each all-reduce is replaced by its two halves:
     reduce-scatter to sequence parallel region   forward: reduce-scatter   backward: all-gather       (g's conjugate)
 
 The two papers call different operations g. ColumnParallelLinear implements f and its gather itself, so that the
-collective in backward overlaps the computation of the weight gradient. The model's head calls the functions below.
+collective in backward overlaps the computation of the weight gradient. For other collectives, the layers and the
+model's head call the functions below.
 
 The group of an operation is the default tensor-parallel group if the argument is None. With one rank an operation
 returns its input. No operation writes to the caller's tensor.

@@ -71,7 +71,7 @@ def send_forward(x: Tensor, group: ProcessGroup | None = None, *, ring: bool = F
 
 def recv_forward(into: Tensor, group: ProcessGroup | None = None, *, ring: bool = False) -> Tensor:
     """Receive from the previous rank of the pipeline into `into`, a contiguous tensor, and return `into`. The first
-    rank receives nothing.
+    rank returns `into` unchanged. Megatron's function takes a shape instead, and its first rank returns None.
 
     ring: the first rank receives from the last rank.
     """

@@ -247,7 +247,7 @@ def _alias_notes(args: Sequence[str]) -> list[str]:
 
 def _override_preset(preset: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the preset that the command line does not replace. If --lr is given, min_lr of the preset
-    is scaled by the same factor."""
+    keeps its ratio to lr."""
     replaced = {key for group in REPLACED_TOGETHER if any(key in command_line for key in group) for key in group}
     values = {key: value for key, value in preset.items() if key not in replaced}
     if "optimizer.lr" in command_line and values.get("optimizer.min_lr"):

@@ -239,7 +239,7 @@ def describe_hang(
         wait = f"{format_ranks(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
         missing += f", where {wait}" if at == where else f", {wait} in {at}"
     reasons = [describe_lost(lost, hosts)] if lost else []
-    if lost and not elsewhere:  # Begin as `report_lost_ranks` does, because both lines report one failure.
+    if lost and not elsewhere:  # Begin with the words of `report_lost_ranks`, which reports the same failure.
         return f"{reasons[0]} and {missing}"
     reasons += [f"{format_ranks([rank], {})} is at {locations[rank].text}" for rank in elsewhere]
     return f"{format_ranks(absent, hosts)} {missing}: {', '.join(reasons)}"

@@ -48,7 +48,7 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
 @dataclass(frozen=True)
 class TransformerBlockConfig(mpu.TransformerConfig):
     """The configuration of the layers, and of the activations that the block saves for backward. The fields have the
-    names of megatron.core.
+    names of megatron.core, except `checkpoint_in_cpu`, which is a flag of Megatron-DeepSpeed.
 
     recompute_num_layers: with recompute_granularity "full", how many layers are recomputed from one saved input.
     distribute_saved_activations: with "full", each rank saves only its shard of these inputs. This field has no effect
@@ -305,18 +305,18 @@ class GPT2Model(nn.Module):
         layer_range: range | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """tokens [b, s] int64 -> this rank's logits [s, b, v/tp]. With labels [b, s] int64 and token_weight [b, s]
-        float32: the scalar Σ token_weight · cross-entropy in float32, equal on every rank of the group.
+        """Without labels, return this rank's logits [s, b, v/tp]. With labels, return the float32 scalar
+        Σ token_weight · cross-entropy, equal on every rank of the group. A chunk that is not the last one returns its
+        hidden states, [s, b, h] or [s/tp, b, h].
 
-        A label with weight 0 must still be an id of the vocabulary.
-
+        tokens: [b, s] int64.
+        labels: [b, s] int64. A label with weight 0 must still be an id of the vocabulary.
+        token_weight: [b, s] float32, needed with labels.
         positions: [b, s] int64 (default: 0 to s - 1).
         packed_seq_params: the documents of this micro-batch; no token attends to another document.
         sample_ids: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
-
         layer_range: one of `layer_ranges`, for pipelines (default: all layers).
-        hidden: the output of the previous chunk, [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its
-            hidden states.
+        hidden: the output of the previous chunk.
         """
         layer_range = layer_range or range(self.config.num_layers)
         tied_sink = self.tied_grad_sink if labels is not None else None

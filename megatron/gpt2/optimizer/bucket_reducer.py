@@ -72,7 +72,8 @@ class BucketReducer:
         self._begun: set[str] = set()  # the parameters that have a gradient in this step
 
     def finish_grad_sync(self) -> None:
-        """Wait until every bucket of the step is reduced."""
+        """Wait until every bucket of the step is reduced. Then sum partial gradients over the tensor-parallel group and
+        the gradient of the tied matrix over the embedding group, as Megatron's `finalize_model_grads` does."""
         forgotten = [name for name, awaited in self._awaited.items() if awaited]
         assert not forgotten, f"parameters without a gradient: {forgotten}"
         for index in range(len(self._sent)):

@@ -79,7 +79,7 @@ class ParamAndGradBuffer:
 
         bucket        |              bucket 0              |              bucket 1              |
         parameters    | weight A | weight B      | padding | weight C        | bias D | padding |
-        owned range   | shard of rank 0 | shard of rank 1  | shard of rank 0 | shard of rank 1  |
+        shards        | shard of rank 0 | shard of rank 1  | shard of rank 0 | shard of rank 1  |
 
     bucket_size: approximate number of elements of a bucket. A larger parameter has a separate bucket.
     data_parallel_rank, data_parallel_size: this rank's number in the data-parallel group, and that group's size.

@@ -26,7 +26,7 @@ class Batch:
     mask: [b, s] float32, 0 for tokens without a loss.
     sample_ids: [b] int64, the index of each sample in the run; None in an evaluation.
     positions: [b, s] int64 with --reset-position-ids, otherwise None.
-    host_tokens: a copy of `tokens` on the host with --reset-attention-mask, otherwise None.
+    host_tokens: with --reset-attention-mask, the tokens on the host, where padding is -1; otherwise None.
     eod: the token that ends a document.
     """
 

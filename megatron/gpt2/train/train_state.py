@@ -135,6 +135,7 @@ def attention_lines(context: RunContext, parallel: mpu.ParallelState) -> list[st
 
 
 def build_model(context: RunContext, parallel: mpu.ParallelState, submodules: mpu.ModelSubmodules) -> GPT2Model:
+    """Build the model chunks of this rank, and compile their layers with --compile."""
     config, train = context.config, context.config.train
     stage, stages = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
     model = GPT2Model(
@@ -165,6 +166,7 @@ def build_optimizer(
     buffer: ParamAndGradBuffer,
     param_gather: ParamAllGather,
 ) -> MixedPrecisionOptimizer:
+    """Build AdamW, or Muon if it updates a parameter of `buffer`, with its loss scale and learning rates."""
     config, batch = context.config, context.global_batch_size
     steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
     in_batches = context.device.type == "cuda" and context.numerics.batch_matrices
@@ -184,7 +186,8 @@ def build_optimizer(
 def build_reducer(
     config: ParallelConfig, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
 ) -> BucketReducer:
-    """Return the reducer that the flags choose, and connect it to the model's tied weight (`tied_grad_sink`)."""
+    """Connect a new reducer to the model's tied weight (`tied_grad_sink`), and return the reducer. The flags choose its
+    class."""
     has_both_parts = model.has_embeddings and model.has_head
     reducer_class = ShardedGradReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = reducer_class(

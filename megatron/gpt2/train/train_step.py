@@ -14,7 +14,7 @@ def train_step(trainer: Trainer) -> None:
 
     1. Read the batch of this rank, and split it into micro-batches.
     2. Run forward and backward of each micro-batch.
-    3. Wait until the gradients are summed over the data-parallel ranks.
+    3. Wait until the gradients are summed over the ranks of all groups.
     4. Update the weights. If the gradient norm is not finite, skip the update.
     5. Add the loss to `trainer.progress.loss_sum`, which the next log line shows.
     """

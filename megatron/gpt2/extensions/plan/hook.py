@@ -46,7 +46,8 @@ class MemoryPlan(Hook):
     0.1 to 0.4 s at the start. The run does not need the estimate, so an error of it does not end the run."""
 
     def __init__(self, config: Config) -> None:
-        """Do nothing: the estimate reads the configuration of the trainer, which has the size of the vocabulary."""
+        """Ignore `config`, in which the size of the vocabulary is not known yet. `expected_memory` reads
+        `trainer.config`."""
 
     def expected_memory(self, trainer: Trainer) -> ExpectedMemory:
         """Return the estimate by part, the bubble of a pipeline, and a warning if the run will not fit. Ranks
