@@ -161,7 +161,7 @@ def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
         return visit
 
     saves = {name: functools.partial(save, name) for name in SAVES}
-    harness.alternate(saves, 1)  # The warm-up touches the memory, so that the timed saves do not pay for it.
+    harness.alternate(saves, 1)  # The warm-up touches the memory, so the timed saves do not wait for new pages.
     visits = harness.alternate(saves, 2 * rounds)
     visits["ours: save --async-save, blocked"] = time_blocked(state, scratch, smoke, 2 * rounds)
     os.sync()

@@ -17,9 +17,9 @@ files are in memory if possible, so that the disk is not measured:
 Ratios on one core use CPU seconds, which depend less on other processes. The ratio of two workers to one uses elapsed
 time. The corpus is the text files of every installed package, cut into documents of the length of a web page.
 
-Section `loading` times the reading of samples on one thread, from files in memory. This file repeats nanoGPT's loader:
-it makes a new memory map for every batch, and slices, casts and stacks each input and label. Our loader is the loader
-of a training run without its thread, up to the tensor. The two loaders alternate.
+Section `loading` times the reading of samples on one thread, from files in memory. benchmarks/data.py repeats nanoGPT's
+loader, which makes a new memory map for every batch, and slices, casts and stacks each input and label. Our loader is
+the loader of a training run without its thread, up to the tensor. The two loaders alternate.
 """
 
 from __future__ import annotations

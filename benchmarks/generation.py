@@ -5,8 +5,9 @@
     python benchmarks/generation.py --smoke --output DIR   # a quick check with a tiny model
     ONEDNN_MAX_CPU_ISA=AVX512_CORE python benchmarks/generation.py --precision bf16    # without bf16 instructions
 
-Both programs run in turn (A B B A). Both programs generate 64 tokens after prompts of 64 tokens, greedily, at batch 1
-and 8, in bf16 and fp32. Then the time of a token is measured at an early and a late position in the context.
+This project and transformers run in turn (A B B A). Each program generates 64 tokens after prompts of 64 tokens,
+greedily, at batch 1 and 8, in bf16 and fp32. Then the time of a token is measured at an early and a late position in
+the context.
 """
 
 from __future__ import annotations

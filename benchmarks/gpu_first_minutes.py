@@ -5,8 +5,8 @@
     python benchmarks/gpu_first_minutes.py --output DIR --smoke      # a quick check with tiny models on the CPU
 
 The stages are `machine`, `expandable`, `modes`, `tests`, `steps`, `kernels` and `tables`, in this order, see
-benchmarks/gpu/stages.py and tables.py. A stage runs in a separate process with a time limit. It writes each case to
-DIR/first_minutes.json as soon as it is measured:
+benchmarks/gpu/stages.py and tables.py. A stage runs in a separate process with a time limit. The stage writes each
+measured case to DIR/first_minutes.json immediately:
 
     {"stages": {<stage>: {"complete": true, "cases": {<case>: {..., "seconds": 1.2}}}}}
 
@@ -56,8 +56,8 @@ class CudaContextError(Exception):
 class CaseRecorder:
     """Measures and records the cases of one stage.
 
-    path: the JSON file.
-    call: an id of this call of the program. Recorded cases are skipped, except those that failed in an earlier call.
+    path: the JSON file. call: an id of this start of the program. Recorded cases are skipped, except those that failed
+    in an earlier call.
     """
 
     def __init__(self, path: Path, stage: str, call: str) -> None:

@@ -133,7 +133,7 @@ def run_limited(
     """Run `command` in the project's folder and return its exit code, or None if it was killed after `timeout` seconds,
     with all its processes.
 
-    log: file for its output (default: the output of this process).
+    log: file for the program's output (default: the output of this process).
     """
     with contextlib.nullcontext() if log is None else log.open("w") as file:
         process = subprocess.Popen(
@@ -254,7 +254,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format columns. The first column is aligned left, the other columns right."""
+    """Format columns. Align the first column left, and the other columns right."""
     return "\n".join(align_columns([head, *rows], "<" + ">" * (len(head) - 1)))
 
 

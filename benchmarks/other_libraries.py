@@ -1,4 +1,4 @@
-"""The models of other libraries with our initial weights, and a check that they compute the same.
+"""The models of other libraries with our initial weights, and a check that both compute equal results.
 
 Hugging Face's GPT2LMHeadModel is imported from the installed transformers, nanoGPT from a checkout of the user. Neither
 is changed. Legend: b batch, s sequence, h hidden, n heads, d head size, v vocabulary.
@@ -152,7 +152,7 @@ def adamw(model: nn.Module, shipped: bool) -> torch.optim.Optimizer:
 
 def compare_with_peer(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[str, float]:
     """Compare two layers of the given width with a peer, in fp32, with weights and biases of standard deviation 0.1 and
-    the same tokens. nanoGPT has the true vocabulary here.
+    the same tokens. nanoGPT gets the vocabulary without padding.
 
     Return the relative differences of loss and gradient norm, and the greatest difference of a gradient, relative to
     the largest entry of its tensor.

@@ -1,4 +1,4 @@
-"""Compare the modelled time of a training step with measured ones.
+"""Compare modelled with measured times of a training step.
 
     python benchmarks/step_times.py measured.csv --cluster a100          # errors, worst rows, how often intervals hold
     python benchmarks/step_times.py --published                          # tables of three papers
@@ -50,8 +50,8 @@ class Software:
     backward_kernels: number of kernels of the backward pass relative to the forward pass.
     head_kernels: the kernels of embedding, head and loss.
     loss_bytes: bytes that the loss moves per logit.
-    odd_vocabulary: time of a product with the vocabulary relative to other products, without tensor parallelism. It is
-        above 1 if the program does not pad the odd number of columns (50,257), whose kernels are slower.
+    odd_vocabulary: time of a product with the vocabulary relative to other products, without tensor parallelism.
+        Without padding, `odd_vocabulary` is above 1, because kernels are slower for the odd number of columns (50,257).
     score_traffic: `traffic` of the attention scores, relative to that of other element-wise kernels.
     product_time: time of matrix products relative to the cluster's constants, because libraries become faster.
     one_node: time of matrix products on one node relative to several nodes. The rows on one node look like sums of
@@ -502,7 +502,7 @@ def compare(rows: Rows, cluster: str) -> dict[str, Any]:
 
 
 def first_choices(rows: Rows, seconds: np.ndarray) -> dict[str, Any]:
-    """Return how much slower the layouts are that the model chooses than the best measured ones. There is one for each
+    """Return how much slower the model's choices of layouts are than the best measured layouts. There is one for each
     model, number of GPUs and global batch with several layouts; without one, the result is empty."""
     x, measured = rows
     keys = np.stack([shapes(rows), x.sequence_length, x.gpus, x.global_batch], axis=1)

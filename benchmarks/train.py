@@ -11,7 +11,7 @@ Part 5 measures only our program: 345M with dropout, recomputation and the setti
 of 8 ranks of 8.3B.
 
 First, a gate checks that all models compute the same values. Then every arm runs in a new process, in mirrored order (A
-B C C B A), on the same tokens. One such run is a visit. The results are written after each visit. The same command
+B C C B A), on the same tokens. A visit is one run of an arm. The results are written after each visit. The same command
 continues after the last visit, unless --again is given. nanoGPT is imported from DIR.
 """
 
@@ -127,7 +127,7 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
     (scratch / "spec.json").write_text(json.dumps(spec))
     result, log = scratch / "result.json", scratch / "arm.log"
     result.unlink(missing_ok=True)
-    # The visits of this run share compiled code with each other, but not with earlier runs.
+    # All visits share compiled code, but not with earlier benchmarks.
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, ROOT / "benchmarks" / "train_worker.py", scratch / "spec.json", result]
     code = harness.run_limited(command, log, timeout, environment=environment)
@@ -143,7 +143,7 @@ def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
     """Measure all programs (arms) of a preset. Return the exit code."""
     began, gpu = time.monotonic(), args.preset == "gpu" and not args.smoke
     workload, arms = make_workload(args, scratch), select_arms(args)
-    # The first step compiles. The untimed steps follow it.
+    # The first step compiles. Then follow the untimed steps.
     warmup, steps = (1, 2) if args.smoke else (10, 30) if gpu else (1, 5)
     # torch.compile of a large peer takes minutes; parts 3 and 4 have only two arms.
     timeout = 900 if not gpu else 260 if args.part in (3, 4) else 150  # time limit of a visit in seconds

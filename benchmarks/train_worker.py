@@ -96,8 +96,8 @@ def build_dataset(workload: Workload) -> GPT2Dataset | BlendedDataset:
 
 
 def build_loader(workload: Workload) -> BatchLoader:
-    """Build the loader of the other programs. It yields the samples of our program in the same order, int64
-    [accumulation · b, s + 1]."""
+    """Build the loader of the other programs. The loader yields our program's samples in our order, int64 [accumulation
+    · b, s + 1]."""
 
     def finish(batch: np.ndarray, samples: np.ndarray) -> Tensor:
         host = torch.from_numpy(batch)
@@ -317,7 +317,7 @@ def linear_shapes(h: int, padded_vocab_size: int) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def measure_ceiling(workload: Workload, precision: str, seconds: float) -> dict[str, Any]:
-    """Measure the FLOP/s to which MFU refers on a CPU, because datasheets do not give them.
+    """Measure the peak FLOP/s of a CPU for MFU, because datasheets do not give this peak.
 
     The ceiling is the FLOP-weighted mean speed of the model's matrix products: forward, input gradient and weight
     gradient of each linear layer and of the head. Each product is repeated for `seconds`, and its shortest time counts.

@@ -1,5 +1,5 @@
-"""Convert text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. They need only
-numpy."""
+"""Convert text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. `data_utils` needs
+only numpy."""
 
 from data_utils.gpt2_dataset import BlendedDataset, DamagedData, GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder

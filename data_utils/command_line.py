@@ -179,7 +179,7 @@ def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
         configure_output()
         try:
             code = main()
-            sys.stdout.flush()  # Here the program can still catch the error of a broken pipe.
+            sys.stdout.flush()  # Flush before Python exits, so that `main` can still catch a broken pipe.
         except BrokenPipeError:
             # The interpreter flushes standard output once more when it ends. Without this line, that would fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,9 +2,9 @@
 Megatron's order.
 
 A blend mixes several texts, its components, in blocks of `BLEND_BLOCK` samples. Each block has the same number of
-samples of a component: the share of the component's weight, rounded by largest remainder. The positions of these
-samples are the same in every block. A Feistel permutation, which depends on the seed, decides the positions. Any sample
-is found in O(1). Each component is read in the same order as without a blend, with a new permutation in each of its
+samples of a component: the share of the component's weight, rounded by largest remainder. Every block has a component's
+samples at the same positions. A Feistel permutation, which depends on the seed, decides the positions. Any sample is
+found in O(1). Each component is read in the same order as without a blend, with a new permutation in each of its
 epochs.
 
 Megatron's order (`megatron.core.datasets.gpt_dataset.GPTDataset`) allows comparisons with Megatron. The documents of

@@ -18,8 +18,8 @@ tokens) and uint16 tokens. In both formats, a document ends with the end-of-docu
 
 The manifest `PREFIX.json` describes how a pair was made. Its entries are `inputs` (each file's name, bytes, lines and
 hashes), `tokenizer`, counts, and the sha256 of consecutive chunks of `.bin` and `.idx`. Chunks allow several workers to
-hash a large `.bin`, and show where a file is damaged. The last entry of the manifest is the sha256 of all bytes before
-it.
+hash a large `.bin`, and show where a file is damaged. The manifest ends with the sha256 of all earlier bytes of the
+manifest.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ class IndexedDatasetBuilder:
     def add_file(self, file: "TokenFile", chunks: Sequence[ChunkHash] = ()) -> None:
         """Append all documents of `file`, which has the same dtype.
 
-        chunks: the hashes of the file's tokens. Without them, the tokens are hashed.
+        chunks: the hashes of the file's tokens. Without `chunks`, the tokens are hashed.
         """
         assert self._open_length == 0 and file.dtype == self._dtype
         self._end_chunk()

@@ -107,7 +107,7 @@ def split_borders(document_starts: np.ndarray, shares: Sequence[Fraction], close
     part by position would have fewer than MIN_TOKENS tokens.
 
     document_starts: int64 [documents + 1].
-    closed: whether the last token is an EOD. This EOD is not counted for borders by position.
+    closed: whether the last token is an EOD. Borders by position do not count the last EOD.
     """
     total, count = int(document_starts[-1]), len(document_starts) - 1
     ends = list(itertools.accumulate(shares))[:-1]

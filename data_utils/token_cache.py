@@ -6,7 +6,7 @@
     <folder>/locks/<name>        locked while a list is hashed and tokenised
 
 A complete pair is fsynced and renamed, and its hashes are written last. A text file or token file is hashed again only
-if its path, size or mtime is new. Processes that need the same list of files wait for the lock of this list.
+if its path, size or mtime is new. Each list of files has a lock, for which other processes with the same list wait.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def tokenise(
         return fingerprint_of(str(TOKEN_CACHE_VERSION), entries, lenient, tokenizer.fingerprint)[:32]
 
     def find(contents: Sequence[Content]) -> tuple[IndexedDataset, str] | None:
-        """Return the pair of these contents if it exists and is not damaged."""
+        """Return the pair with the tokens of `contents` if the pair exists and is not damaged."""
         key = key_of(contents)
         if not (folder / f"{key}.sha256").exists():
             return None

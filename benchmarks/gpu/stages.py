@@ -72,7 +72,7 @@ class StageConfig:
         return replace(workload.small(), seq_length=32) if self.smoke else workload
 
     def with_tokens(self, workload: Workload) -> Workload:
-        """Write the tokens of a workload, and return it."""
+        """Write the tokens of a workload, and return the workload."""
         workload.write_tokens(16 * workload.micro_batch_size * workload.accumulation)
         return workload
 
@@ -238,7 +238,7 @@ def measure_mode(mode: str, cfg: StageConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def record_warnings(device: torch.device) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Record torch's warnings in two lists: waits for the device, and other warnings. Each entry has the text, the
+    """Record torch's warnings in two lists: waits for the device, and other warnings. Each warning has the text, the
     innermost line of this project, and the traceback."""
     waits: list[dict[str, Any]] = []
     other: list[dict[str, Any]] = []

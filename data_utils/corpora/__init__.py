@@ -3,7 +3,7 @@
 The suffix of a file's name decides its format. Bad lines are skipped, counted and reported. `detokenizers` converts the
 texts of word-level benchmarks back to ordinary text.
 
-`--train-data wikipedia` reads the files of this entry in a JSON file:
+`--train-data wikipedia` reads the files that a JSON file lists under "wikipedia":
 
     {"wikipedia": {"files": ["data/wikipedia/wikidump_lines.json"], "text_key": "text"}}
 

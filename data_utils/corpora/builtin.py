@@ -46,7 +46,7 @@ MARKS = tuple(
 )
 BEGINS = re.compile(r"""["'“‘(]?[A-Z]""")
 ENDS = re.compile(r"""[.!?:]["'”’)]*$""")
-# A line with one of these characters is not prose, but code, a table, a grammar or a remark.
+# The characters that only lines of code, tables, grammars or remarks contain.
 FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")
 PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”’)\]]*[.,;:!?]*["'”’)\]]*$""")
 
@@ -56,8 +56,9 @@ PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”�
 def builtin_documents() -> tuple[str, ...]:
     """Return the documents: one per module and one per topic, with a paragraph on each line.
 
-    The documents are in the order of the hashes of their names. This order mixes related modules, so that any part of
-    the corpus is a fair sample of the corpus. Raises ValueError if the source of the standard library is missing.
+    The documents are in the order of the hashes of their names. The order by hash mixes related modules, so that any
+    part of the corpus is a fair sample of the corpus. Raises ValueError if the source of the standard library is
+    missing.
     """
     found = dict(_sources())
     if not found:
@@ -121,9 +122,8 @@ def texts_of(source: str) -> Iterator[str]:
 
 
 def prose(text: str) -> Iterator[str]:
-    """Return the paragraphs of `text` that are prose, each as one line. Such a paragraph has at least LEAST_WORDS
-    words, begins with a capital letter and ends with a final sign; PLAIN_SHARE of its words are letters and plain
-    punctuation.
+    """Return the paragraphs of `text` that are prose, each as one line. Prose has at least LEAST_WORDS words, begins
+    with a capital letter and ends with a final sign; PLAIN_SHARE of its words are letters and plain punctuation.
     """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-# The pairs (pattern, replacement) are applied one after the other.
+# Apply the pairs (pattern, replacement) in order.
 _WIKITEXT = (
     ("s '", "s'"),
     # The next pairs restore numbers and punctuation, which WikiText surrounds with spaces.

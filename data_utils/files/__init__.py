@@ -52,7 +52,7 @@ END = b'"}\n'  # the last bytes of a manifest that has one line per entry
 MAX_CONFIG_BYTES = 2 << 20  # Larger config.json files are refused. The file usually takes some KB.
 # Larger manifests are refused. A manifest takes about 100 bytes for each GB of tokens and each input file.
 MAX_MANIFEST_BYTES = 1 << 30
-HASH_BYTES = 1 << 18  # A block of this size fits into the processor's cache.
+HASH_BYTES = 1 << 18  # A block of HASH_BYTES fits into the processor's cache.
 SAFETENSORS_ALIGNMENT = 8
 IO_THREADS = 4
 
@@ -71,7 +71,7 @@ def flush_to_disk(file: IO[Any]) -> None:
 
 
 def fsync_path(path: str | Path) -> None:
-    """Fsync a file or a folder. Without this, a crash of the machine may undo a rename in the folder."""
+    """Fsync a file or a folder. A crash of the machine may undo a rename in a folder that was not fsynced."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,8 +153,8 @@ def append_line(path: str | Path, line: str) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Open a file, as an `opener` for `open`, but not through a symbolic link. In a folder of someone else, a link
-    could lead to other files of this user."""
+    """Open a file, as an `opener` for `open`, but refuse symbolic links. A link in someone else's folder could lead to
+    other files of this user."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -175,8 +175,8 @@ def try_lock(file: IO[Any]) -> bool:
 def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
     """Hold the lock file `path` during the block. If another process holds the lock, call `waiting` once, and wait.
 
-    The file is not removed afterwards, because two processes could then lock two different files of this name. Raises
-    OSError if the file cannot be made.
+    The lock file stays: if it were removed, two processes could lock two different files of this name. Raises OSError
+    if the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", opener=no_follow) as file:

@@ -1,8 +1,8 @@
-"""Read pickles without executing anything. This is the only unpickler of the project.
+"""Read pickles without executing anything. restricted_pickle.py is the project's only unpickler.
 
 A checkpoint from someone else may be hostile, and Python's unpickler calls any function that a file names. A subclass
 with a restricted `find_class` is still unsafe: it allocates the sizes that a file claims, spends years on hashing
-nested keys, and crashes at a deeply nested tuple. The reader here builds only dictionaries, lists, tuples, strings,
+nested keys, and crashes at a deeply nested tuple. `read_pickle` builds only dictionaries, lists, tuples, strings,
 numbers, and `PickledObject` for the classes that its caller allows. The reader imports and calls nothing, and refuses
 every other name. The size of the file and a maximum number of instructions limit what the reader builds. The reader
 supports the instructions of protocols 2 to 5 that dictionaries of data need.
@@ -16,7 +16,7 @@ from typing import Any
 
 MAX_BYTES = 16 << 20
 # An instruction that only uses the memo costs 1, and any other one costs 5. A `.metadata` file of a 72-layer model with
-# Adam's state at tensor-parallel size 8 has 1.1 million instructions, half of them of the first kind.
+# Adam's state at tensor-parallel size 8 has 1.1 million instructions, of which half only use the memo.
 BUDGET = 3_450_000
 CHEAP = frozenset(b"\x94hjKqr")
 MAX_NAMES = 200

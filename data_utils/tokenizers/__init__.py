@@ -34,7 +34,7 @@ def build_tokenizer(
     cache_dir: str | None = None,
     model_file: str | None = None,
 ) -> Tokenizer:
-    """Build the tokenizer of this `kind`, one of KINDS.
+    """Build a tokenizer of `kind`, one of KINDS.
 
     vocab_file: the vocabulary of characters or of GPT2BPETokenizer.
     merge_file: the merges of GPT2BPETokenizer. If neither file is given, both are searched in `cache_dir` and in the
@@ -72,7 +72,7 @@ def _read(path: Path) -> bytes:
 
 
 def kind_of_vocabulary(vocab_file: str) -> str:
-    """Return the kind of tokenizer, one of KINDS, for a vocabulary file of this name."""
+    """Return the kind of tokenizer, one of KINDS, for a vocabulary file by its name."""
     return "characters" if vocab_file.endswith(".pkl") else "GPT2BPETokenizer"
 
 

@@ -1,8 +1,8 @@
 """The base class of tokenizers, and tokenizers of bytes, of characters and of SentencePiece.
 
 Every tokenizer is lossless (`decode(encode(text)) == text`) or refuses a text for which it has no ids. No text is ever
-encoded as the end-of-document id. The only exception is a SentencePiece model that was trained with other options: it
-may normalise text or add a space before it, and decoding returns the normalised text.
+encoded as the end-of-document id. A SentencePiece model that was trained with other options may normalise text or put a
+space before the text, and decoding returns the normalised text.
 """
 
 import io
@@ -116,8 +116,8 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document. This tokenizer needs no library
-    and no file."""
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document. ByteTokenizer needs no library and
+    no file."""
 
     def __init__(self) -> None:
         token_bytes = [bytes([value]) for value in range(256)] + [b""]
@@ -269,7 +269,7 @@ def ensure_sentencepiece_model(
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> None:
     """Train `model_file` on the files in `train_data`, or on the built-in corpus, if it is missing. One process trains,
-    and the others wait. A ValueError or FileNotFoundError names the flag."""
+    and other processes wait. A ValueError or FileNotFoundError names the flag."""
     if Path(model_file).exists():
         return
     files = expand_paths(train_data, "--train-data") or [BUILTIN]

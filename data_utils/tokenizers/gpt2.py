@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE: with GPT-2's own vocabulary, a vocabulary in the same format, or the shipped one.
 
-tiktoken runs the BPE. If gigatoken is installed, it encodes most texts, ten times faster, to the same ids. Both
-libraries merge by rank: a token's rank is its position in the order of training, after the 256 single bytes. Ids are
+tiktoken runs the BPE. If gigatoken is installed, it encodes most texts, ten times faster, to the same ids. gigatoken
+and tiktoken merge by rank: a token's rank is its position in the order of training, after the 256 single bytes. Ids are
 looked up from ranks, because a vocabulary file may give tokens any id (special tokens often come first). The libraries
 get no special tokens, so that no text can inject one.
 """
@@ -36,8 +36,8 @@ LONG_WHITESPACE = re.compile(rf"\s{{{2 * MAX_WHITESPACE_RUN}}}")
 
 # gigatoken's Unicode tables decide where text is split, so a new release must be compared with tiktoken first.
 GIGATOKEN_RELEASE = "0.10."
-# gigatoken 0.10 has the letters and digits of Unicode 17, tiktoken 0.14 those of Unicode 16. These patterns match the
-# first bytes of all 4,657 characters that differ, and of many more beyond U+FFFF. The patterns do not match U+1F000 to
+# gigatoken 0.10 has the letters and digits of Unicode 17, tiktoken 0.14 those of Unicode 16. The patterns match the
+# first bytes of the 4,657 characters that differ, and of many more beyond U+FFFF. The patterns do not match U+1F000 to
 # U+1FFFF, mostly emoji, which do not differ: beyond U+FFFF only these characters are common.
 NEW_LETTER_BYTES = {
     b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
@@ -133,7 +133,7 @@ class BytePairTokenizer(Tokenizer):
         """The encoder of gigatoken, or None if the package is missing, has a different release, or panics.
         gigatoken panics if a token is not the result of merges. The encoder is created for the first text, because many
         programs encode no text."""
-        from importlib import metadata  # imported here, because the import takes 7 ms
+        from importlib import metadata  # imported late, because the import takes 7 ms
 
         try:
             return Gigatoken(self._ranked) if metadata.version("gigatoken").startswith(GIGATOKEN_RELEASE) else None

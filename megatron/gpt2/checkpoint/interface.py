@@ -117,8 +117,8 @@ class BaseCheckpoint:
 
     def read_into(self, out: Tensor, name: str, offset: Shape) -> None:
         """Fill `out`, of any dtype and device, with the slice of `name` that begins at `offset` and has the shape of
-        `out`, from all saved slices that overlap it. Resuming, merging, splitting and converting all use this method.
-        Raises ValueError if the slice is outside of the tensor."""
+        `out`, from all saved slices that overlap this slice. Resuming, merging, splitting and converting all use this
+        method. Raises ValueError if the slice is outside of the tensor."""
         target = TensorSlice(offset, tuple(out.shape))
         if not target.numel:
             return
@@ -128,8 +128,8 @@ class BaseCheckpoint:
                 out[relative_slice(shared, target).slices()] = load()[relative_slice(shared, saved).slices()]
 
     def saved_slices(self, name: str, target: TensorSlice) -> Iterable[tuple[TensorSlice, Callable[[], Tensor]]]:
-        """Return pairs of a saved slice of `name` and a function that returns its values. Together the slices cover
-        `target`. Slices outside `target` may be among them."""
+        """Return pairs of a saved slice of `name` and a function that returns its values. The slices cover `target`,
+        and some may lie outside `target`."""
         raise NotImplementedError
 
 
@@ -199,6 +199,6 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def saved_decay_iters(metadata: Mapping[str, Any]) -> int | None:
-    """Return the iterations over which the learning rate decayed if no flag set them. A run with batch ramp-up has
-    fewer than `train_iters`. None if the files of another program do not contain this number."""
+    """Return the iterations of the learning rate's decay if no flag set them. A run with batch ramp-up has fewer than
+    `train_iters`. None if the files of another program do not contain this number."""
     return metadata.get("decay_iters", metadata.get("train_iters"))

@@ -75,7 +75,7 @@ class Lease:
         """Call this method before each commit. Raises LeaseLostError if this run is no longer the owner of the
         folder."""
         later = [path for path in self._folder.glob(PATTERN) if path.name != self._path.name]
-        # If there is no lease, the folder was removed or moved, and no other run has it.
+        # Without a lease, the folder was removed or moved, and no other run uses the folder.
         if _read(self._path) != self._text and (self._path.exists() or later):
             self.is_lost = True
             owner = _read(max(later, default=self._path)).partition(",")[0] or "a later run"
@@ -121,8 +121,8 @@ class Lease:
 
 
 def check_not_in_use(folder: Path) -> int:
-    """Return the number of the newest lease of `folder`, or 0 if there is none. Raises FolderInUse if the owner of this
-    lease still uses the folder."""
+    """Return the number of the newest lease of `folder`, or 0 if there is none. Raises FolderInUse if the owner of the
+    newest lease still uses the folder."""
     newest = max(folder.glob(PATTERN), default=None)
     if newest is None:
         return 0

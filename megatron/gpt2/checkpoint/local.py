@@ -7,8 +7,8 @@ The files have the usual format (writer.py), but they need no file system that a
 the files of its ranks, a copy of the files of the previous machine, and all tables. The run can therefore lose any one
 machine.
 
-After a restart, `assemble_local_checkpoint` completes the newest local checkpoint. If a machine was replaced or has not
-saved the last checkpoint, it gets the missing files from the other machines before any rank reads them.
+After a restart, `assemble_local_checkpoint` completes the newest local checkpoint. A machine that was replaced or lacks
+the last checkpoint gets the missing files from other machines before any rank reads.
 """
 
 import contextlib
@@ -128,8 +128,8 @@ class LocalCheckpoints:
         self._folder, self._rank, self._group, self._start_id, self._log = folder, rank, group, start_id, log
         machines = [[other for other, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         self._is_first_on_machine = any(ranks[0] == rank for ranks in machines)
-        # For each rank, this gives the rank of the next machine that receives a copy of its files. If the next machine
-        # has fewer ranks, one of them receives the files of several ranks.
+        # For each rank: the rank of the next machine that receives a copy of its files. A rank may receive the files of
+        # several ranks if its machine has fewer ranks.
         self._receivers = {
             other: next_ranks[position % len(next_ranks)]
             for ranks, next_ranks in zip(machines, machines[1:] + machines[:1], strict=True)
@@ -184,9 +184,9 @@ class LocalCheckpoints:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _remove_others(self, newest: Path) -> None:
-        """Remove all checkpoints except `newest` and the CHECKPOINTS_KEPT - 1 before it. Later iterations were written
-        before a rollback. Temporary folders of this start stay, because another rank may already write the next
-        checkpoint."""
+        """Keep `newest` and the CHECKPOINTS_KEPT - 1 checkpoints before `newest`, and remove all other checkpoints.
+        Later iterations were written before a rollback. Temporary folders of the current start stay, because another
+        rank may already write the next checkpoint."""
         before = [path for _, path in list_iterations(self._folder) if path.name < newest.name]
         for path in set(self._folder.glob("iter_*")) - {newest, *before[: CHECKPOINTS_KEPT - 1]}:
             if not path.name.endswith(f".tmp-{self._start_id}"):
@@ -229,7 +229,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
     """
     files: dict[str, int] = next(inventory["files"] for inventory in by_rank if inventory)
     hosts = rank_info.hosts or {0: ""}
-    # The first rank of each machine represents it.
+    # The first rank of each machine acts for the whole machine.
     firsts = {host: rank for rank, host in reversed(hosts.items())}.values()
     transfers: list[FileTransfer] = []
     for file in files:

@@ -1,4 +1,4 @@
-"""The native checkpoint format and its reader. The reader checks all data before it uses them, and reads any slice of a
+"""The native checkpoint format and its reader. The reader checks all data before their use, and reads any slice of a
 tensor from the saved slices.
 
 manifest.json, in an iteration's folder, is one JSON object:
@@ -128,8 +128,8 @@ def tensor_name(key: str) -> str:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector inside the block. It would scan the growing objects again and again, and take
-    two thirds of the parsing time."""
+    """Disable Python's garbage collector inside the block. The collector would scan the growing objects again and
+    again, and take two thirds of the parsing time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -202,8 +202,8 @@ def check_file_size(path: Path, expected: int) -> None:
 
 
 def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
-    """Return the integers of the list `values`, none negative. The default limit is 2, the most dimensions of a tensor
-    here; without a limit, the product of a long list would take minutes."""
+    """Return the integers of the list `values`, none negative. The default limit is 2, because our tensors have at most
+    2 dimensions; the product of a long list would take minutes."""
     if not isinstance(values, list) or len(values) > at_most or not all(type(v) is int and v >= 0 for v in values):
         raise ValueError(f"{reprlib.repr(values)} should be a list of at most {at_most} whole numbers")
     return tuple(values)

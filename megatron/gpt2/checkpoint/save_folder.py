@@ -4,9 +4,9 @@ format.
 The latest-iteration file, `latest_checkpointed_iteration.txt` (`LATEST_FILE`), names the iteration to load. If an
 iteration is saved again, its existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the
 checkpoint with the lowest validation loss: iter_0000700/, a latest-iteration file and tokenizer/, so that `--load` can
-open `best/`. A resumed run reads the lowest loss from the manifest of this checkpoint.
+open `best/`. A resumed run reads the lowest loss from the manifest in `best/`.
 
-This module recognises checkpoints of other programs by their file names, so that training can refuse them.
+save_folder.py also recognises checkpoints of other programs by file names, so that training can refuse them.
 `tools/checkpoint.py` reads them with `megatron/gpt2/formats/`, which the training program does not import.
 """
 
@@ -39,7 +39,7 @@ FORMAT_FILES = (
     ("huggingface", "config.json", "pytorch_model.bin*"),
     ("nanogpt", "ckpt.pt"),
 )
-# A folder with one of these .pt files is not nanoGPT's.
+# files that a folder of nanoGPT does not contain
 FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")
 # a collective: each rank passes a text, and gets the texts of all ranks in their order
 Gather = Callable[[str], list[str]]
@@ -118,8 +118,8 @@ def find_checkpoint(
 
 
 def _load_order(directory: Path) -> tuple[Any, ...]:
-    """Return the iteration in `LATEST_FILE`, the folder names in the order to try them, and a problem with this file if
-    it has one."""
+    """Return the iteration in `LATEST_FILE`, the folder names in the order to try them, and any problem with
+    `LATEST_FILE`."""
     names = [path.name for _, path in list_iterations(directory, include_old=True)]
     latest_file = directory / LATEST_FILE
     if not names and not os.path.lexists(latest_file):
@@ -235,8 +235,8 @@ def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
 def require_native_format(
     load: str | Path, *, num_attention_heads: int | None = None, with_tokenizer: bool = False
 ) -> None:
-    """Raise ValueError, with the command that converts it, if `load` is a checkpoint of another program, or if it is an
-    iteration's folder.
+    """Raise ValueError if `load` is an iteration's folder, or another program's checkpoint; the message then has the
+    command that converts.
 
     with_tokenizer: the command asks for the tokenizer's files, because the caller has no flag for them.
     """
@@ -249,7 +249,7 @@ def require_native_format(
             )
         return
     flags = ""
-    # Files of these formats may lack the number of heads.
+    # The formats whose files may lack the number of heads.
     if num_attention_heads and format in ("megatron", "deepspeed", "dcp"):
         flags = f" --num-attention-heads {num_attention_heads}"
     if with_tokenizer and format != "huggingface":

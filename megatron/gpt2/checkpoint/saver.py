@@ -43,7 +43,7 @@ from megatron.gpt2.hooks import StopRun
 GRACE_SECONDS = 5.0  # At the end of a run, rank 0 waits this long for files of ranks that may be dead.
 _POLL_SECONDS = 0.02
 _TOO_SLOW = "too slow"
-_ALIGNMENT = 64  # Every tensor in the host buffer starts at a multiple of this number of bytes.
+_ALIGNMENT = 64  # Every tensor in the host buffer starts at a multiple of _ALIGNMENT bytes.
 
 
 @dataclass
@@ -176,7 +176,8 @@ class Saver:
         """Wait until the tables of all ranks are in `folder`. Raises OSError as `write`."""
         tables = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
         began = time.monotonic()
-        # One listing shows the tables of all ranks. Thousands of queries for one file each would load the file system.
+        # List the folder once to find the tables of all ranks. Thousands of queries for one file each would load the
+        # file system.
         while missing := tables.keys() - set(os.listdir((folder / table_path(0)).parent)):
             if pending.remote_error:
                 raise OSError(pending.remote_error)

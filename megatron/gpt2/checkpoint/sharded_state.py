@@ -1,4 +1,4 @@
-"""Convert a run's state to sharded tensors and load it: weights, optimizer state, random generators.
+"""Convert a run's state (weights, optimizer state, random generators) to sharded tensors, and load the state.
 
 Tensors have the names "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>", or
 with a pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers, so no process group is needed.
@@ -45,7 +45,7 @@ def load_sharded_state_dict(
     """Load `states` from a checkpoint of any layout: the inverse of `sharded_state_dict`. Padding becomes 0.
 
     specs: all parameters of the model; `states` may belong to one pipeline stage. Raises ValueError unless the
-    checkpoint has exactly the tensors of these kinds, with the same global shapes.
+    checkpoint has exactly the tensors of `states`, with equal global shapes.
     """
     kinds = set()
     parts: list[tuple[Tensor, str, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""Write a checkpoint in the native format, and commit it.
+"""Write and commit a checkpoint in the native format.
 
     checkpoints/gpt2_345m/
       latest_checkpointed_iteration.txt     the latest-iteration file: the iteration to load
@@ -55,7 +55,7 @@ from megatron.gpt2.checkpoint.reader import (
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, list_iterations
 from mpu.partition import TensorSlice
 
-_HASH_BYTES = 1 << 20  # A block of this size is hashed from the processor's cache.
+_HASH_BYTES = 1 << 20  # A block of _HASH_BYTES is hashed from the processor's cache.
 _WRITE_BACK = 16 << 20
 
 
@@ -155,7 +155,7 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write the file `path`, fsync it and rename it into place, so that a reader never sees a part of it. Makes the
+    """Write and fsync a temporary file, then rename it to `path`, so that a reader never sees a partial file. Makes the
     folder if needed. Raises OSError if the file cannot be written."""
     new = path.with_name(f"{path.name}.tmp")
     with _write_errors(path, len(data)):
@@ -232,18 +232,18 @@ def commit(
     new_latest_path = latest_file.with_name(f"{LATEST_FILE}.tmp-{folder.name}")  # Only this run uses this name.
     with _write_errors(latest_file, len(line)), atomic_write(latest_file, new_latest_path) as new_latest:
         new_latest.write(line)
-        # The file is flushed before the renames, so that a full disk cannot stop the commit between them.
+        # Flush before the renames, so that a full disk cannot stop the commit after the first rename.
         flush_to_disk(new_latest)
         check_owner()
         if final.exists() and folder.exists():
             log(f"WARNING: {final} exists already and is saved again: the existing one is now {rename_old(final)}")
         folder.rename(final)
         fsync_path(final.parent)
-        # The end of this block renames the new latest-iteration file into place.
+        # `write_atomically` renames the latest-iteration file at the end of the block.
 
 
 def sync_folders(folder: Path) -> None:
-    """Fsync `folder` and the folders in it, so that the names of their files are on the disk."""
+    """Fsync `folder` and its subfolders, so that the names of all files are on the disk."""
     for path in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         fsync_path(path)
 

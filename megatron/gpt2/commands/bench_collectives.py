@@ -44,13 +44,13 @@ HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µ
 
 
 class SkipOperation(Exception):
-    """An operation, or a larger size of it, cannot be measured; the message says why. All ranks raise this error
+    """An operation cannot be measured, or not at larger sizes; the message says why. All ranks raise this error
     together."""
 
 
 def exchange(target: int, sent: Tensor, source: int, received: Tensor) -> None:
-    """Send `sent` to rank `target` while `received` arrives from rank `source`. Both are in one batch, because NCCL
-    runs separate calls one after the other."""
+    """Send `sent` to rank `target` while `received` arrives from rank `source`. Batch the send and the receive, because
+    NCCL runs separate calls in order."""
     both = dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)
     ops = [op for op in both if op.tensor.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else ():
@@ -86,7 +86,7 @@ def partner_of(group: ProcessGroup) -> int:
 
 
 def send_recv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
-    """Send x to the partner and receive y from it, one after the other."""
+    """Send x to the partner, and then receive y from the partner."""
     rank, partner = group.rank(), partner_of(group)
     for sends in (rank < partner, rank > partner) if rank != partner else ():
         dist.send(x, partner) if sends else dist.recv(y, partner)
@@ -127,11 +127,11 @@ def all_reduce(kind: Any, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(
 
 
 def ring_factor(n: int) -> float:
-    """Return the bus factor of a ring, in which each element is summed over n ranks and sent back to them."""
+    """Return the bus factor of a ring, in which each element is summed over n ranks and sent back to all ranks."""
     return 2 * (n - 1) / n
 
 
-# One of n blocks stays on its rank, so a link carries n - 1 of n blocks.
+# Each rank keeps one of n blocks, so a link carries n - 1 of n blocks.
 block_operation = functools.partial(BenchOperation, bus=lambda n: (n - 1) / n, has_blocks=True)
 # The operations by name, in the order of the printed table.
 OPERATIONS = {
@@ -292,8 +292,8 @@ def measure_sizes(
 def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> Tensor:
     """Return [n, n] GB/s: entry [i, j] is the bandwidth of messages of PAIRS_BYTES from rank i to rank j, 0 if i = j.
 
-    The pairs are measured one after the other. A run ends when the receiver's answer, one element, has arrived. The
-    median of PAIRS_RUNS runs counts."""
+    Only one pair is measured at a time. A run ends when the receiver's answer, one element, has arrived. The median of
+    PAIRS_RUNS runs counts."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if size > MAX_PAIR_RANKS:
         raise SkipOperation(f"only measured in worlds of at most {MAX_PAIR_RANKS} ranks")
@@ -310,7 +310,7 @@ def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> 
                 elif rank == receiver:
                     dist.recv(data, sender)
 
-        round_trip()  # This untimed message connects the two ranks.
+        round_trip()  # Connect the two ranks before the measurement.
         bandwidth[pair] = PAIRS_BYTES / time_runs(round_trip, device, PAIRS_RUNS).median() / 1e9
     return bandwidth
 

@@ -40,7 +40,7 @@ from megatron.gpt2.monitor.log_lines import align_rows
 
 
 def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
-    """Parse the flags of this program, and flags of training. Raises ValueError if a flag is invalid.
+    """Parse the flags of evaluate_gpt2.py, and flags of training. Raises ValueError if a flag is invalid.
     log: called with notices."""
     parser = ModelParser(__doc__, scores=True)
     parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="files to score the model on")

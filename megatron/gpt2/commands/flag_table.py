@@ -18,7 +18,7 @@ TITLES = {
     "ignored": "Ignored with these values",
     "refused": "Refused: give the flag after the colon, or leave the flag out",
 }
-# These words are removed from the text of a flag, because the title of its list or the head of the page says the same.
+# Leave out the words of a flag's text that its title or the head of the page already says.
 REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash scripts/python\.sh ")
 
 

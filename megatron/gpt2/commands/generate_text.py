@@ -112,7 +112,7 @@ def stream_text(generator: Generator, prompt: str, sampling: SamplingParams) -> 
 
 def run_interactive(generator: Generator, sampling: SamplingParams, log: Log) -> None:
     """Ask for prompts until the user types `stop`, Ctrl-D or Ctrl-C."""
-    with contextlib.suppress(ImportError):  # input() has line editing if this module is loaded. Some systems lack it.
+    with contextlib.suppress(ImportError):  # readline gives input() line editing. Some systems lack readline.
         import readline  # noqa: F401
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # stream_text() refuses invalid text
     log("Type a prompt. To end, type `stop`, Ctrl-D or Ctrl-C. Ctrl-C during a text ends only the text.")
@@ -168,7 +168,7 @@ def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     loaded = open_model_from_flags(args, rank_info, log)
     generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, group=new_command_group(), log=log)
     if not generator.is_driver:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first rank also gets Ctrl-C, and handles it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first rank handles Ctrl-C for all ranks.
         return generator.execute_commands()
     with generator.driving():
         if args.num_samples or args.sample_input_file:

@@ -64,8 +64,8 @@ class ModelParser(Parser):
             self.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
 
     def parse_with_training_flags(self, argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
-        """Parse the flags of this program, and flags of training, which Megatron's command lines contain. `log` gets a
-        notice that names the training flags. Raises ValueError if a flag is unknown or invalid."""
+        """Parse the flags of an inference program, and flags of training, which Megatron's command lines contain. `log`
+        gets a notice that names the training flags. Raises ValueError if a flag is unknown or invalid."""
         args, rest = self.parse_known_args([with_dashes(word) for word in argv])
         training = parse(rest)
         if training.given:
@@ -109,12 +109,12 @@ def check_output(args: argparse.Namespace) -> None:
 
 
 def score_metadata(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]:
-    """Return the settings on which every score of this model depends."""
+    """Return the settings on which every score depends."""
     checkpoint, tokenizer = loaded.checkpoint, loaded.tokenizer
     return {
         "checkpoint": str(checkpoint.path),
         "iteration": checkpoint.iteration,
-        "manifest_sha256": checkpoint.manifest_sha256,  # This hash covers every file of the checkpoint.
+        "manifest_sha256": checkpoint.manifest_sha256,  # The hash covers every file of the checkpoint.
         "tokenizer": tokenizer.kind,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,

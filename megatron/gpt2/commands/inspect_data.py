@@ -5,8 +5,8 @@
     python tools/inspect_data.py corpus_text_document --plot lengths.png
     python tools/inspect_data.py corpus_text_document --verify
 
-The program reads .bin/.idx pairs of this project and of Megatron, and .bin files of nanoGPT and llm.c.
-Exit codes: 0; 1 if damage was found; 2 for bad input.
+inspect_data.py reads our and Megatron's .bin/.idx pairs, and .bin files of nanoGPT and llm.c. Exit codes: 0; 1 if
+damage was found; 2 for bad input.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
     python tools/merge_datasets.py --input part1_text_document part2_text_document --output-prefix all_text_document
 
-A folder means all pairs in it, sorted by name, as in Megatron. Name a file of nanoGPT or llm.c with its suffix .bin.
+A folder means all pairs inside, sorted by name, as in Megatron. Name a file of nanoGPT or llm.c with its suffix .bin.
 """
 
 from pathlib import Path

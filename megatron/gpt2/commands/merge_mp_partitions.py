@@ -3,8 +3,8 @@
     python tools/merge_mp_partitions.py --model-type GPT --tensor-model-parallel-size 2 --num-layers 24 \\
         --hidden-size 1024 --num-attention-heads 16 --max-position-embeddings 1024 --load checkpoints/gpt2_345m
 
-The result is written to --save, or to `merged` inside --load. The files store the sizes, and the flags for sizes are
-compared with them. Megatron's WORLD_SIZE is not needed, because no process group is started.
+The result is written to --save, or to `merged` inside --load. The files store the sizes, and flags for sizes must agree
+with the files. Megatron's WORLD_SIZE is not needed, because no process group is started.
 """
 
 import argparse

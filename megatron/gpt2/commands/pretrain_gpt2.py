@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_all_ranks(launch: Launch, args: Sequence[str]) -> int:
-    """Start the ranks of this machine. An error in a flag, or --help, ends the program before any rank starts. Return
-    the exit code."""
+    """Start all ranks of the current machine. An error in a flag, or --help, ends the program before any rank starts.
+    Return the exit code."""
     checkpoint_config = parse(args).checkpoint
     newest = functools.partial(
         newest_iteration, checkpoint_config, one_machine=launch.ranks_to_start == launch.world_size
@@ -96,7 +96,7 @@ def finish_run(trainer: Trainer, reason: str) -> int:
             write_ended(trainer.context.save_directory, reason or FINISHED, iteration, code)
     trainer.stop_signal.close()
     rank_info.end(code)
-    shutdown_distributed(rank_info)  # The report can take a while and does not need the other ranks.
+    shutdown_distributed(rank_info)  # Write the report last, because it can take a while and needs no other rank.
     # In some locales the folder's name is not UTF-8.
     name = os.fsencode(trainer.context.save_directory.name).decode(errors="replace")
     plot = trainer.log.close(title=name)

@@ -1,4 +1,4 @@
-"""Write the report.html of a run again, from the other files in its --save folder:
+"""Rewrite the report.html of a run from the other files in its --save folder:
 
     python tools/report.py checkpoints/gpt2_345m
 

@@ -1,4 +1,4 @@
-"""Compare the validation losses of a run with published ones, or with the exact entropy of its text:
+"""Compare the validation losses of a run with published losses, or with the exact entropy of its text:
 
     python tools/reproduce.py checkpoints/gpt2_124m
     python tools/reproduce.py checkpoints/grammar --entropy 0.3988

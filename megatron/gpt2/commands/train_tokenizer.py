@@ -3,7 +3,7 @@
     python tools/train_tokenizer.py bpe --vocab-file encoder.json --merge-file vocab.bpe --train-data text.jsonl
     python tools/train_tokenizer.py sentencepiece --model tokenizer.model --vocab-size 8192 --train-data text.jsonl
 
-Both are lossless: decoding restores every text.
+Both tokenizers are lossless: decoding restores every text.
 """
 
 import json

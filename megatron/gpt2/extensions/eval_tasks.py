@@ -50,7 +50,7 @@ class EvalTasks(Hook):
     def on_evaluate(self, trainer: Trainer) -> None:
         """Score the files and log a line for each."""
         model, iteration = trainer.state.model, trainer.progress.iteration
-        # Wait for the weights here, because only a hook of the model's `forward` waits for them.
+        # Wait for the weights explicitly: otherwise only a hook of the model's `forward` waits.
         trainer.state.param_gather.finish_param_sync()
         for name, task in self._tasks.items():
             metrics = evaluate_task(

@@ -12,7 +12,7 @@ from megatron.gpt2.formats.foreign_checkpoint import Hints, file_errors
 
 __all__ = ["FORMATS", "Hints", "BaseCheckpoint", "open_checkpoint", "recognise"]
 
-# megatron-2019 has a flat state dict (also NVIDIA's release and DeepSpeedExamples); v1 to v3 have nested ones.
+# megatron-2019 has a flat state dict (also NVIDIA's release and DeepSpeedExamples); v1 to v3 have nested state dicts.
 # megatron-core and torch_dist are --ckpt-format torch and torch_dist of today's Megatron-LM.
 OF_RANKS = ("megatron-2019", "megatron-v1", "megatron-v2", "megatron-v3", "megatron-core", "deepspeed")
 OPENERS = {
@@ -26,7 +26,7 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
     """Return what `detect_format_by_file_names` returns, but distinguish Megatron's versions by the contents of the
-    files. No tensor is read. Raises ValueError if such a file cannot be read."""
+    files, without tensors. Raises ValueError if a file cannot be read."""
     format_and_path = detect_format_by_file_names(path, iteration)
     if format_and_path is None or format_and_path[0] not in ("megatron", "deepspeed"):
         return format_and_path

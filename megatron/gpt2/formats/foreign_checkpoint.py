@@ -63,7 +63,7 @@ def file_errors(path: str | Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Hints:
-    """Values from flags of tools/checkpoint.py, for checkpoints that do not contain them. None means "not given"."""
+    """Values from flags of tools/checkpoint.py, for checkpoints that lack these values. None means "not given"."""
 
     num_attention_heads: int | None = None
     vocab_size: int | None = None  # the true size, without padding
@@ -97,7 +97,7 @@ class LazyTensor:
         return LazyTensor(info, lambda: change([part.load() for part in parts]))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
-        """Return a lazy tensor whose value is `change` of this value."""
+        """Return a lazy tensor with the value `change(value)`."""
         return LazyTensor.combine(lambda parts: change(parts[0]), [self])
 
     def dim(self) -> int:
@@ -191,7 +191,7 @@ class ForeignCheckpoint(BaseCheckpoint):
 
 
 def check_masters(weights: LazyTensors, masters: LazyTensors) -> None:
-    """Raise ValueError unless each master, rounded to the dtype of its weight, is equal to it."""
+    """Raise ValueError unless each master, rounded to the dtype of its weight, is equal to the weight."""
     for name, weight in weights.items():
         master = masters[name]
         is_same = master is weight or torch.equal(master.load().to(weight.info.dtype), weight.load())

@@ -1,7 +1,7 @@
 """Read and write Hugging Face's GPT-2 (GPT2LMHeadModel, GPT2Model): config.json, safetensors or .bin files, single or
 sharded, tokenizer and model card.
 
-Hugging Face's linear layers are `Conv1D`, stored [in, out]. This module does not import transformers.
+Hugging Face's linear layers are `Conv1D`, stored [in, out]. huggingface.py does not import transformers.
 """
 
 import json
@@ -124,8 +124,8 @@ def _tensors(weights: Path) -> LazyTensors:
 
 
 def _load_file(path: Path) -> LazyTensors:
-    """Return the tensors of one file, memory-mapped. This function checks a safetensors header before its library
-    parses it, because the library accepts duplicate keys and needs minutes for a long header."""
+    """Return the tensors of one file, memory-mapped. `_load_file` checks a safetensors header before the library parses
+    it: the library accepts duplicate keys, and needs minutes for a long header."""
     with file_errors(path):
         if path.suffix != ".safetensors":
             return {str(name): LazyTensor.from_tensor(tensor) for name, tensor in load_torch_file(path).items()}

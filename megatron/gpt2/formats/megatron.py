@@ -8,8 +8,8 @@ mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or severa
 With ZeRO 1 or 2, each data-parallel rank D of a model-parallel rank has a file
 zero_pp_rank_D_mp_rank_TT_optim_states.pt.
 
-The formats of this module, nanogpt_and_dcp.py and torch_dist.py are pickles, so these modules call torch.save.
-torch.save needs all tensors of a rank at once, so the tensors are memory-mapped from temporary files.
+megatron.py, nanogpt_and_dcp.py and torch_dist.py call torch.save, because their formats are pickles. torch.save needs
+all tensors of a rank at once, so the tensors are memory-mapped from temporary files.
 """
 
 import itertools

@@ -66,7 +66,7 @@ FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-# Arguments that change the model's formula. A GPT-2 lacks them, or has None or False.
+# Arguments that change the model's formula. A GPT-2 has None, False or no value.
 UNSUPPORTED_ARGS = (
     "apply_residual_connection_post_layernorm",
     "swiglu",
@@ -103,12 +103,12 @@ def core_name(name: str) -> str:
 
 
 def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Convert `tensors`, which have our names, to the state dict of this format."""
+    """Convert `tensors`, which have our names, to a state dict of `format`."""
     if format == "megatron-2019":
         return dict(tensors)
     if format == "megatron-core":
         return {core_name(name): tensor for name, tensor in tensors.items()}
-    # megatron-v2 has the names of v2.0. v2.6 and v3 also read them, but write different ones.
+    # megatron-v2 has the names of v2.0. v2.6 and v3 also read names of v2.0, but write different names.
     body, attention = ("encoder", ".self_attention.") if format == "megatron-v3" else ("transformer", ".attention.")
     model: dict[str, Any] = {}
     for name, tensor in tensors.items():

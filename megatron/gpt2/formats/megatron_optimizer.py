@@ -6,7 +6,7 @@ both in the order of the file's model.
 
 DeepSpeed's ZeRO 1 and 2 concatenate these two groups to one flat vector each. Every data-parallel rank saves an equal
 part of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters. Older
-files lack it, and have the order of the file's model.
+files without `param_shapes` have the model's order.
 """
 
 import itertools
@@ -206,8 +206,8 @@ def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str])
 
 
 def optimizer_state_dict(source: BaseCheckpoint, groups: ParamGroups, format: str) -> dict[str, Any]:
-    """Return the entry `optimizer` of a rank's file. In the format of 2019, the loss scaler is a dictionary here, but
-    an object in Megatron's files. For fp32 weights, later formats have only Adam's state, because the weights are the
+    """Return the entry `optimizer` of a rank's file. In the format of 2019, Megatron's files have an object as the loss
+    scaler, and ours a dictionary. For fp32 weights, later formats have only Adam's state, because the weights are the
     masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
     num_decayed, param_groups = len(groups[0]), megatron_param_groups(source)

@@ -9,10 +9,10 @@ form of GELU and fp32 weights, which are also the masters. nanoGPT's sample.py l
 loads exports with Adam's state.
 
 A DCP folder is the output of `torch.distributed.checkpoint.save` for an FSDP model, with or without AdamW's state,
-under the names of Hugging Face or nanoGPT. It contains neither the number of heads nor the form of GELU. Our
-exports have the layout of {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model,
-adamw)} with Hugging Face's names. `model` is a GPT2LMHeadModel, sharded or not. `adamw` has two groups: matrices
-with weight decay, then vectors.
+under the names of Hugging Face or nanoGPT. A DCP folder contains neither the number of heads nor the form of GELU. Our
+exports have the layout of {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, adamw)}
+with Hugging Face's names. `model` is a GPT2LMHeadModel, sharded or not. `adamw` has two groups: matrices with weight
+decay, then vectors.
 """
 
 import pickle
@@ -111,7 +111,7 @@ def to_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) -> T
 
 
 def from_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) -> Tensor:
-    """Convert a tensor to our layout. This is the inverse of `to_openai`."""
+    """Convert a tensor to our layout: the inverse of `to_openai`."""
     x = x.t() if transposed and is_linear(name) else x
     return to_head_major(x, heads) if ".query_key_value." in name else x
 
@@ -263,8 +263,8 @@ def export_state(
     source: BaseCheckpoint, folder: Path, *, transposed: bool, dtype: torch.dtype | None = None
 ) -> dict[str, dict[str, Tensor]]:
     """Return {kind: {Hugging Face's name: tensor}}: the weights (kind "model"), from the masters if there are any, and
-    AdamW's moments if the source has them. torch's writers need all tensors at once, so the tensors are memory-mapped
-    from temporary files in `folder`."""
+    AdamW's moments if the source has them. The tensors are memory-mapped from temporary files in `folder`, because
+    torch's writers need all tensors at once."""
     kinds = {"model": export_kind(source, "fp32")}
     if has_optimizer(source):
         kinds |= {moment: moment for moment in MOMENTS}
@@ -289,7 +289,7 @@ def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) ->
 
 
 def adam_step(source: BaseCheckpoint) -> Tensor:
-    """Return the number of steps as torch's AdamW has it."""
+    """Return the number of steps in the form of torch's AdamW."""
     return torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
 
 

@@ -1,5 +1,4 @@
-"""Write a checkpoint of any format as a native --save folder. Merging, splitting and converting to our format use
-it."""
+"""Write a checkpoint of any format as a native --save folder. Merging, splitting and converting use native.py."""
 
 import contextlib
 import functools

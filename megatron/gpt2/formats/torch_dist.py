@@ -87,7 +87,7 @@ COMMON, COMMON_OBJECT, CONFIG = "common.pt", "common_state/shard_0_1", "metadata
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(?:(fp32_)?param|(exp_avg|exp_avg_sq))\.(.+)", re.ASCII)
-# This prefix is followed by the number of the model-parallel rank, counted stage by stage. gbuf_idx is the number of a
+# After BUCKET_PREFIX comes the number of the model-parallel rank, counted stage by stage. gbuf_idx is the number of a
 # buffer: a rank has one buffer for each of its chunks of layers.
 BUCKET_PREFIX = "optimizer.distributed.dp_group_idx_"
 BUCKET = re.compile(
@@ -106,7 +106,7 @@ FLAT_BUCKETS_PROBLEM = (
     "--dist-ckpt-optim-fully-reshardable Megatron saves the state by name"
 )
 SHARDING_TYPE = "fully_reshardable"
-# Megatron's loader needs the FP8 state of these modules of each layer. It is None here.
+# The modules of each layer whose FP8 state Megatron's loader needs. Without FP8, the state is None.
 WITH_EXTRA_STATE = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",

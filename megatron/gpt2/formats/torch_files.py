@@ -1,7 +1,7 @@
 """Read files of torch.save and torch.distributed.checkpoint (DCP) without executing code. Tensors are views of the
 file.
 
-torch.load(weights_only=True) reads valid files of torch.save, but does not limit the cost of crafted ones. With torch
+torch.load(weights_only=True) reads valid files of torch.save, but does not limit the cost of crafted files. With torch
 2.13, a stream of 100 bytes can allocate a bytearray of a gigabyte, and deeply nested tuples as a dictionary's key crash
 the process. Storages of a legacy file are allocated before torch checks that they exist, and compressed records are
 inflated. torch also reads a legacy file as a whole.
@@ -99,7 +99,7 @@ class _BoundedMmap(mmap.mmap):
 
 
 def load_torch_file(path: str | Path, start: int = 0, length: int | None = None) -> Any:
-    """Load the object in `path`, or in `length` bytes of it from byte `start`. Tensors are views of the file.
+    """Load the object in `path`, or in `length` bytes of `path` from byte `start`. Tensors are views of the file.
 
     Raises ValueError, in one line, if the file is damaged, was not written by torch.save, or names an unknown class.
     """
@@ -246,7 +246,7 @@ class DcpCheckpoint(BaseCheckpoint):
     tensors: the tensors by their names in `.metadata`.
     objects: regions by name.
 
-    Raises ValueError, in one line, if a file is missing or too short, or if the slices of a tensor do not cover it.
+    Raises ValueError, in one line, if a file is missing or too short, or if slices do not cover their tensor.
     """
 
     def __init__(self, path: Path) -> None:

@@ -219,9 +219,9 @@ def plausibility_warning(task: EvaluationTask, metrics: Metrics, vocab_size: int
     """Return a warning if the tokenizer may be wrong or the model may be untrained, otherwise None. HELLASWAG has no
     warning, because most of its texts are wrong on purpose.
 
-    Two baselines need no training, and a trained model must be better than both. The first baseline predicts each
-    target from the counts of the targets before it, and all v counts begin at 1: this costs ln[(n + v - 1)! / (v - 1)!]
-    - Σ ln(count!) nats for n targets. The second baseline gives all v ids the same probability.
+    A trained model must be better than two baselines without training. The first baseline predicts each target from the
+    counts of the targets before it, and all v counts begin at 1. The baseline costs ln[(n + v - 1)! / (v - 1)!] - Σ
+    ln(count!) nats for n targets. The second baseline gives all v ids the same probability.
     """
     n, counts = len(task.targets), np.bincount(task.targets).tolist()
     counting = math.lgamma(n + vocab_size) - math.lgamma(vocab_size) - sum(math.lgamma(count + 1) for count in counts)

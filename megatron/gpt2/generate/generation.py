@@ -94,9 +94,9 @@ Continuation = GenerationRequest  # the old name, until version 0.3
 
 
 class GeneratedToken(NamedTuple):
-    """One new token of continuation `number`, or the end of one that was cancelled or has `max_new_tokens` 0.
+    """A new token of continuation `number`, or the continuation's end if it was cancelled or has `max_new_tokens` 0.
 
-    id: the token, or -1 if the continuation ended without one.
+    id: the token, or -1 if the continuation ended without a token.
     text: the characters that this token completes: none, some, or also characters of earlier tokens.
     probability: the model's probability, before penalty, temperature, top-k and top-p.
     likeliest: the `SamplingParams.alternatives` likeliest ids with their probabilities.
@@ -178,8 +178,8 @@ class ContinuousBatch:
         self._rows: dict[int, GenerationRequest] = {}  # the continuations by their row in the cache
 
     def add(self, c: GenerationRequest) -> int:
-        """Add a continuation, even while `events` runs. Return the number of the continuation (0, 1, 2, …); its events
-        carry it."""
+        """Add a continuation, even while `events` runs. Return the number of the continuation (0, 1, 2, …), which its
+        events carry."""
         if len(c.prompt) > self._limit:
             self._generator.log(
                 f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "
@@ -231,7 +231,7 @@ class ContinuousBatch:
         return sources
 
     def _read(self, rows: Sequence[int]) -> Iterator[GeneratedToken]:
-        """Read the contexts of these rows and draw one token for each."""
+        """Read the contexts of `rows`, and draw one token for each row."""
         if not rows:
             return
         texts = [self._rows[row] for row in rows]
@@ -247,7 +247,7 @@ class ContinuousBatch:
         yield from self._draw(rows, logits)
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> Iterator[GeneratedToken]:
-        """Draw one token for each of these rows and remove finished continuations.
+        """Draw one token for each of `rows`, and remove finished continuations.
 
         logits: [b, v].
         """
@@ -267,7 +267,7 @@ class ContinuousBatch:
                     )
                 self._notified = True
                 del c.context[:-half]
-                if not self._generator.recompute:  # The continuation is read again before the waiting ones.
+                if not self._generator.recompute:  # Read the shortened continuation before all waiting continuations.
                     self._waiting.appendleft(self._rows.pop(row))
             yield event
 

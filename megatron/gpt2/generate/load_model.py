@@ -18,7 +18,7 @@ from mpu.layers import ParallelLinear
 
 
 class LoadedModel(NamedTuple):
-    """This rank's part of a trained model, on `device`, in `dtype` and in evaluation mode, with its checkpoint and
+    """A rank's part of a trained model, on `device`, in `dtype` and in evaluation mode, with its checkpoint and
     tokenizer."""
 
     model: GPT2Model

@@ -1,7 +1,7 @@
 """Inference with a model that is split over the ranks of a model-parallel group.
 
 The first rank is the driver, as in vLLM. The driver broadcasts a command for each forward pass, and the other ranks
-execute the same command. If an error ends the driver, the other ranks end, too.
+execute the same command. An error that ends the driver also ends the other ranks.
 
 Legend: b rows, s sequence, h hidden, v vocabulary without padding, tp tensor-parallel size.
 """
@@ -77,8 +77,7 @@ class ModelRunner:
     def execute_commands(self) -> None:
         """Execute the driver's commands until it sends "end".
 
-        If an error ended the driver, raise it here: as ValueError, OSError or KeyboardInterrupt, otherwise as
-        RuntimeError.
+        Raise an error that ended the driver as ValueError, OSError or KeyboardInterrupt, otherwise as RuntimeError.
         """
         assert not self.is_driver
         with inference(self.model):
@@ -113,9 +112,9 @@ class ModelRunner:
 
     @_on_all_ranks
     def new_cache(self, rows: int, capacity: int) -> None:
-        """Replace the key-value cache by an empty one."""
+        """Replace the key-value cache by an empty cache."""
         config = self.model.config
-        self.cache = None  # The old cache is freed first, because memory may not hold both.
+        self.cache = None  # Free the old cache first, because memory may not hold two caches.
         self.cache = mpu.KeyValueCache(
             sum(map(len, self.model.layer_ranges)),
             rows,
@@ -185,7 +184,7 @@ def token_scores(
     counts: [b] on the CPU, the number of tokens to score at the end of each text; the first token has no score.
     """
     at, last = torch.arange(tokens.size(1) - 1), lengths.unsqueeze(1) - 1
-    # For each token to score, these are its row, and the position of the token before it.
+    # For each token to score: its row, and the position of the previous token.
     rows, positions = ((at < last) & (at >= last - counts.unsqueeze(1))).nonzero().t().to(tokens.device)
     hidden, targets = hidden[positions, rows], tokens[rows, positions + 1]
     scores = hidden.new_empty(len(hidden), 2 + 2 * alternatives, dtype=torch.float64)
@@ -202,7 +201,8 @@ def token_scores(
 
 @contextlib.contextmanager
 def _delay_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block. This works only in the main thread, which receives signals."""
+    """Delay Ctrl-C to the end of the block. Only the main thread, which receives signals, may call
+    `_delay_interrupt`."""
     arrived: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
     try:

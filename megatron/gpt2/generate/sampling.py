@@ -25,7 +25,7 @@ class SamplingParams:
     top_k: int = 0  # draw only from the k most likely tokens; 0: from all tokens
     top_p: float = 0.0  # draw only from the fewest tokens whose probabilities sum to p; 0: from all tokens
     max_new_tokens: int = 200
-    stop: tuple[str, ...] = ()  # A continuation ends before the first of these texts.
+    stop: tuple[str, ...] = ()  # A continuation ends before the first stop text.
     seed: int = 1234
     alternatives: int = 0  # the number of most likely tokens to report with each drawn token
 
@@ -52,7 +52,7 @@ Sampling = SamplingParams  # the old name, until version 0.3
 
 
 class Sampler:
-    """Draws the tokens of one continuation. A draw depends only on the logits, the seed and the tokens before it."""
+    """Draws the tokens of one continuation. A draw depends only on the logits, the seed and the earlier tokens."""
 
     def __init__(self, sampling: SamplingParams, context: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -78,7 +78,7 @@ class Sampler:
         if self._seen is not None:
             self._seen.index_fill_(0, token, True)  # Indexing with a 0-dimensional tensor would wait for the device.
         drawn = logits.index_select(0, token) - total
-        # The host waits for the device only here.
+        # This line is the only wait for the device.
         token_id, log_probability = torch.cat([token.double(), drawn.double()]).tolist()
         return int(token_id), math.exp(log_probability)
 

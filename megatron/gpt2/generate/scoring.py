@@ -41,8 +41,8 @@ def sliding_windows(ids: np.ndarray, length: int, stride: int) -> list[Window]:
     """Cut `ids` [n] into windows of up to `length` + 1 ids. Every id except the first is a target in exactly one
     window.
 
-    stride: the targets of each window after the first, at most `length`. Each of these targets has at least `length` -
-        `stride` ids of context (Megatron's --overlapping-eval).
+    stride: the targets of each window after the first, at most `length`. Targets after the first window have at least
+        `length` - `stride` ids of context (Megatron's --overlapping-eval).
     """
     shared = length - stride
     parts = ((start, ids[start : start + length + 1]) for start in range(0, max(len(ids) - 1 - shared, 1), stride))

@@ -1,9 +1,9 @@
 """Bitwise-reproducible layouts: layers with identical results at every tensor-parallel size that divides V.
 
-A group of tp ranks emulates V *virtual ranks*: each rank computes the shards of V/tp virtual ranks, one after the
-other. Every matrix product, attention and GELU has the same operands and shapes in every layout, with or without
-sequence parallelism. Sums over virtual ranks (the all-reduces *f* and *g* of Megatron's paper) are float32 sums along
-one binary tree: first within a rank, then over the ranks. A sum over the sequence adds the sums of V slices.
+A group of tp ranks emulates V *virtual ranks*: each rank computes the shards of V/tp virtual ranks in order. Every
+matrix product, attention and GELU has the same operands and shapes in every layout, with or without sequence
+parallelism. Sums over virtual ranks (the all-reduces *f* and *g* of Megatron's paper) are float32 sums along one binary
+tree: first within a rank, then over the ranks. A sum over the sequence adds the sums of V slices.
 
     sums           the tree, and the collectives of virtual ranks
     layers         linear layers, layer norm, position embeddings

@@ -41,8 +41,8 @@ class ExactLayouts(Hook):
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
 
     def numerics(self, device: torch.device) -> Numerics:
-        """Return the layers, the reducer and the norm of this extension. A batch of matrices could round differently
-        than single matrices, and the layout decides which matrices are in a batch."""
+        """Return the layers, reducer and norm of --exact-layouts. A batch of matrices could round differently than
+        single matrices, and the layout decides which matrices are in a batch."""
         block = norm_block_size(self._virtual_ranks, self._shape.hidden_size, self._shape.ffn_size, device=device)
         norm = functools.partial(exact_squared_norm, block=block)
         return Numerics(

@@ -154,7 +154,7 @@ class ExactRowParallelLinear(RowParallelLinear):
     dY)."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # It gets no sequence_parallel, because the bias's gradient is complete.
+        super().__init__(*args, **kwargs)  # Leave out sequence_parallel, because the bias's gradient is complete.
         self.sequence_parallel = sequence_parallel
         self.virtual = VirtualRanks(virtual_ranks, self.group)
         self.sequence_ranks = VirtualRanks(virtual_ranks, self.group if sequence_parallel else None)
@@ -166,7 +166,7 @@ class ExactRowParallelLinear(RowParallelLinear):
             y: Tensor = sums.squeeze(0)
         else:
             k = len(sums)
-            y = apply_collective(  # This function saves no tensor, so a recomputation does not repeat the collective.
+            y = apply_collective(  # Because no tensor is saved, a recomputation does not repeat the collective.
                 sums,
                 self.group,
                 forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),

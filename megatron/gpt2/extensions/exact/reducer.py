@@ -21,9 +21,9 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, sl
 from mpu import ParallelState
 from mpu.mappings import all_gather_single
 
-# The tied matrix has two gradients: the embedding's and the head's. In a pipeline these are on two stages, so every
-# layout reduces both gradients separately before it adds them. A rank with both gradients reduces the embedding's under
-# the name EMBEDDING_GRADIENT.
+# The tied matrix has two gradients: the embedding's and the head's. In a pipeline the two gradients are on two stages,
+# so every layout reduces them separately before their sum. A rank with both gradients reduces the embedding's under the
+# name EMBEDDING_GRADIENT.
 EMBEDDING_GRADIENT = f"{TIED_WEIGHT}, the embedding's"
 
 LeafRange = tuple[int, int]  # the leaves of a partial sum: the number of the first leaf, and that of the last plus 1
@@ -31,7 +31,8 @@ PartialSums = list[tuple[LeafRange, Any]]  # adjacent partial sums, with their v
 
 
 def odd_factor(leaves: int) -> int:
-    """Return the odd factor of the number of leaves. Blocks of this size are added from left to right."""
+    """Return the odd factor of the number of leaves: the size of a block, in which leaves are added from left to
+    right."""
     return leaves // (leaves & -leaves) if leaves else 1
 
 
@@ -91,8 +92,8 @@ class ExactBucketReducer(BucketReducer):
         super().begin(num_microbatches)
 
     def register_grad_ready(self, name: str) -> None:
-        """See `BucketReducer.register_grad_ready`. Add stored partial sums to the current partial sum if the tree adds
-        them. Store the current partial sum if the next leaf starts a new one."""
+        """See `BucketReducer.register_grad_ready`. Add stored partial sums to the current partial sum where the tree
+        does so. Store the current partial sum if the next leaf starts a new one."""
         grad, waiting, first_leaf = self._grad(name), self._waiting[name], self._rank * self._num_microbatches
         leaf = first_leaf + self._num_microbatches - self._awaited[name]
         push(waiting, (waiting[-1][0][1] if waiting else first_leaf, leaf + 1), grad, self._block)

@@ -38,7 +38,8 @@ def tree_sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 class VirtualRanks:
-    """V virtual ranks of `group`. This rank emulates `per_rank` successive virtual ranks, from number `first` on.
+    """V virtual ranks of `group`. The current rank emulates `per_rank` successive virtual ranks, from number `first`
+    on.
 
     Raises ValueError if the size of the group does not divide V."""
 

@@ -115,7 +115,7 @@ def run(values: dict[str, Any], rank: int, world_size: int) -> None:
 def write_nothing(
     saver: Saver, iteration: int, files: Any, metadata: Any, pending: PendingSave, into: Any = None
 ) -> Path:
-    """Write nothing. This replaces `Saver.write`, which calls no collective and waits for the files of other ranks."""
+    """Do nothing instead of `Saver.write`, which calls no collective and would wait for other ranks' files."""
     pending.files_written.set_result(None)
     return Path(into or saver.folder) / f"iter_{iteration:07d}"
 

@@ -1,8 +1,8 @@
 """Record the communication of one rank of a program, in one process and without the other ranks.
 
-Inside `record`, torch.distributed has a process group of the whole world that sends nothing. It writes down each call
-of a collective, each send and receive, and each wait for one. A dispatch mode watches the memory of messages that are
-being sent or received: an operator must not read what is still received, nor write to what is still sent or received.
+Inside `record`, torch.distributed has a process group of the whole world that sends nothing. The group records each
+collective, each send and receive, and each wait. A dispatch mode watches the memory of messages that are being sent or
+received: an operator must not read what is still received, nor write to what is still sent or received.
 
 The program needs values to continue. A received tensor has zeros. The result of a small collective is the data of the
 first rank of its group, and the result of a large collective is the rank's own data. Small results are wrong but equal
@@ -75,7 +75,7 @@ class RankRecord:
     events: (True, call) for a call and (False, call) for the first wait for it, in order.
     faults: uses of memory that was on its way, and calls that nobody waited for.
     values: results of collectives for later ranks, by channel and number.
-    error: what ended the rank.
+    error: the error that ended the rank.
     """
 
     rank: int
@@ -184,7 +184,7 @@ class CallRecorder(TorchDispatchMode):
         self._counts: Counter[Any] = Counter()  # number of groups by ranks, of calls by channel, and of batches
         # the ranks and the backend of the group that the program is making
         self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""
-        # by call that no wait has ended: its tensors, so that their memory is not reused, and the ranges of this memory
+        # For each call without a wait: its tensors, whose memory must not be reused, and the ranges of their memory.
         self.pending: dict[RecordedCall, tuple[list[Tensor], list[MemoryRange]]] = {}
 
     @classmethod
@@ -240,7 +240,7 @@ class CallRecorder(TorchDispatchMode):
             written, read = ([], first) if name == "send" else (first, [])
         elif name in ("gather", "scatter"):  # Only the root has the other list.
             compared = read if name == "gather" else written
-        elif name == "all_to_all" and any(arguments[2:4]):  # The parts of this all-to-all have different sizes.
+        elif name == "all_to_all" and any(arguments[2:4]):  # The parts have different sizes.
             compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]

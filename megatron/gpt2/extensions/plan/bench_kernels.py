@@ -101,7 +101,7 @@ def time_kernel(run: Callable[..., Tensor], operands: Sequence[Tensor], seconds:
 
 
 def time_collective(run: Callable[[], object], device: torch.device, seconds: float, first: float) -> np.ndarray:
-    """Return the time of a collective, and the time of the processor in it.
+    """Return the time of a collective, and the processor's time in the collective.
 
     first: the time of the first run on this rank.
     """

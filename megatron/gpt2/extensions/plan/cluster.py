@@ -1,4 +1,4 @@
-"""A cluster, as it is described in `clusters/NAME.json`, and the time that kernels and collectives take on it.
+"""A cluster, as `clusters/NAME.json` describes it, and the time of its kernels and collectives.
 
 Times are in seconds. All formulas also take numpy arrays, one element per configuration.
 """
@@ -56,8 +56,8 @@ class Cluster:
     function: seconds per element in which a processor computes GELU or an exponential.
     attention: time of fused attention relative to products of its size.
     ranks_per_core: ranks that share the cores of one rank, if there are fewer cores than the ranks have threads.
-    collectives: measured collectives by name and group, each with some sizes in increasing order. They replace the
-        formulas.
+    collectives: measured collectives by name and group, each with some sizes in increasing order. Measured times
+        replace the formulas.
     """
 
     gpus_per_node: int
@@ -87,8 +87,8 @@ class Cluster:
     collectives: Mapping[str, Sequence[Measured]] = field(default_factory=dict)
 
     def matmul(self, m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
-        """Return the time of `batch` products of [m, k] and [k, n], without `kernel`. It falls short of the full rate
-        by a factor for each of the three sizes, since the tiles of a small product leave a part of the GPU idle."""
+        """Return the time of `batch` products of [m, k] and [k, n], without `kernel`. Each of the three sizes lowers
+        the rate by a factor, since the tiles of a small product leave a part of the GPU idle."""
         shortfall = (1 + self.half_m / (m * batch)) * (1 + self.half_n / n) * (1 + self.half_k / k)
         return FLOPS_PER_MULTIPLICATION * m * n * k * batch * shortfall / self.matmul_flops
 

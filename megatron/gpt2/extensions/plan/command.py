@@ -106,7 +106,7 @@ def positive_number(text: str) -> float:
 
 def planned_config(words: Sequence[str]) -> Config:
     """Return the configuration that the flags describe, completed with the vocabulary size and the shape of the
-    checkpoint that the run would continue. This reads no text."""
+    checkpoint that the run would continue. `planned_config` reads no text."""
     arguments = parse(words)
     where = arguments.checkpoint
     checkpoint = find_checkpoint(where.load or str(where.save), log=lambda line: None, verify=False)
@@ -135,7 +135,7 @@ def vocabulary_size(arguments: Arguments) -> int:
 
 
 def planned_inputs(config: Config, ranks: int) -> MemoryInputs:
-    """Return the planner's inputs for the device that the flags name, even if this machine does not have it."""
+    """Return the planner's inputs for the device that the flags name, which the machine need not have."""
     train, has_gpu = config.train, torch.cuda.is_available()
     device = train.device if train.device != "auto" else "cuda" if has_gpu else "cpu"
     dtype = torch.bfloat16
@@ -163,9 +163,10 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
     NVIDIA published these figures. --recompute-granularity full is its --checkpoint-activations. CUDA's context is left
     out, because the figures are those of torch's allocator. `config` must have the vocabulary size.
 
-    It stored 20 bytes per parameter between steps: weights and gradients in fp16 (2 + 2), and in float32 masters, their
-    gradients and two moments (16). Attention stored its scores. The peak is in the loss, with three float32 copies of
-    the logits: the model's output, a clone minus the maximum, and its exponential, which becomes the gradient.
+    Megatron of 2019 stored 20 bytes per parameter between steps: weights and gradients in fp16 (2 + 2), and in float32
+    masters, their gradients and two moments (16). Attention stored its scores. The peak is in the loss, with three
+    float32 copies of the logits: the model's output, a clone minus the maximum, and its exponential, which becomes the
+    gradient.
     """
     model, train, tp = config.model, config.train, config.parallel.tensor_model_parallel_size
     assert model.vocab_size is not None
@@ -194,7 +195,7 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
 
 
 def plan_memory(config: Config, plan: MemoryInputs | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the numbers of the plan, as --json prints them, and the lines of the plan's tables.
+    """Return the numbers of the plan for --json, and the lines of the plan's tables.
 
     plan: None for --accounting megatron-2019.
     """
@@ -326,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's). Return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
-        words = ["--help"]  # The parser prints the help of this program, not of pretrain_gpt2.py.
+        words = ["--help"]  # Print the help of plan.py, not of pretrain_gpt2.py.
     options, rest = parse_options(words)
     launch, rest = parse_launch_flags(rest)
     config = planned_config(rest)

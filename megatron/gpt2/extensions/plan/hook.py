@@ -24,7 +24,7 @@ MARGIN = 0.9
 
 
 def memory_inputs(context: RunContext) -> MemoryInputs:
-    """Return the inputs of this run's estimate. On a CPU, `fixed` is the resident memory before the model exists."""
+    """Return the inputs of a run's estimate. On a CPU, `fixed` is the resident memory before the model exists."""
     return MemoryInputs(
         context.config,
         context.rank_info.world_size,
@@ -43,7 +43,7 @@ def describe_failure(error: Exception) -> str:
 
 class MemoryPlan(Hook):
     """Prints the estimated memory of a run, and compares it with the available memory. The trace of a step takes rank 0
-    0.1 to 0.4 s at the start. The run does not need the estimate, so an error of it does not end the run."""
+    0.1 to 0.4 s at the start. An error of the estimate does not end the run, which does not need the estimate."""
 
     def __init__(self, config: Config) -> None:
         """Ignore `config`, in which the size of the vocabulary is not known yet. `expected_memory` reads

@@ -155,7 +155,7 @@ def low_bytes(inputs: MemoryInputs) -> float:
     frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
     state += 4 / (inputs.data_parallel_size if frees else 1)
     if on_host or parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
-        # These settings split activations or move them to the host, or free them before all gradients exist. A low
+        # The settings that split activations, move them to the host, or free them before all gradients exist. A low
         # estimate leaves activations out.
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0

@@ -52,7 +52,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 Report = Callable[[Call | Wait], None]
 Start = Callable[[str, Any, tuple[Any, ...]], Any]
-# These are the methods of a process group, and their names in torch.distributed. torch 2.13 renamed some of them.
+# The methods of a process group, with their names in torch.distributed. torch 2.13 renamed some methods.
 OPERATIONS = {name: name for name in "broadcast reduce reduce_scatter send recv gather scatter barrier".split()} | {
     **dict.fromkeys(["allreduce", "allreduce_coalesced"], "all_reduce"),
     **dict.fromkeys(["allgather", "_allgather_base", "all_gather_single"], "all_gather"),
@@ -64,7 +64,7 @@ OPERATIONS = {name: name for name in "broadcast reduce reduce_scatter send recv 
 class FakeProcessGroup(dist.ProcessGroup):
     """A group that sends nothing.
 
-    rank: the global rank of this process.
+    rank: the global rank of the process.
     ranks: the ranks of the group.
     start: each operation calls `start(name, group, arguments)` and returns its result, the handle to wait for.
     """

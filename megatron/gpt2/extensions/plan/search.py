@@ -1,7 +1,7 @@
 """Find the layouts of a run that fit into a given memory, the fastest first.
 
 The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading, and give the
-same losses. They are sorted by `quick_seconds`, which needs no trace. Then `memory.py` decides which layouts fit.
+same losses. `quick_seconds`, which needs no trace, sorts the layouts. Then `memory.py` decides which layouts fit.
 `cheapest_offers` proposes changes to a run that is out of memory. `search` compares layouts on a described cluster, and
 `simulate.py` gives the time of their steps.
 """
@@ -43,7 +43,7 @@ GRADIENT_BYTES = 8  # A micro-batch reads and writes this number of bytes per pa
 SUM_BYTES = 3  # An all-reduce of 3 bytes is as long as a reduce-scatter of float32 and an all-gather of 16 bits.
 # --recompute-granularity selective, --partition-activations and --checkpoint-in-cpu lengthen a step by these shares.
 SELECTIVE, PARTITIONED, OFFLOADED = 0.02, 0.01, 0.01
-ZERO_BUBBLE = 1 / 3  # This share of the bubble remains, if F, B and W take the same time.
+ZERO_BUBBLE = 1 / 3  # The share of the bubble that remains if F, B and W take equal times.
 PCIE, HOST_MEMORY = 25e9, 50e9  # bytes per second
 # `cheapest_offers` assumes these machines, in round numbers: an H100, and a CPU with a few cores.
 GPU = Cluster(
@@ -88,7 +88,7 @@ CPU = dataclasses.replace(
 
 
 def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
-    """Return a rough time of a step. It sorts layouts, because a trace of each would take too long.
+    """Return a rough time of a step. `quick_seconds` sorts layouts, because a trace of each layout would take too long.
 
     A layer takes as long as its matrix products, the bytes of its other kernels and its all-reduces. If the host needs
     longer to launch its kernels, this time counts. All stages wait for the stage that also computes the head.
@@ -237,7 +237,7 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
                     ),
                 )
                 least_bytes = low_bytes(new_inputs)
-            except ValueError:  # The flags exclude each other, or the sizes of this layout do not divide each other.
+            except ValueError:  # The layout's flags exclude each other, or its sizes do not divide each other.
                 continue
             if b == requested.train.micro_batch_size and dp == inputs.data_parallel_size:
                 del train["global_batch_size"]  # The run has this global batch size without the flag.
@@ -293,7 +293,7 @@ def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
 
 
 def smallest_offer(inputs: MemoryInputs) -> Offer:
-    """Return the layout that needs the least memory: of those with the lowest estimate, the one with the most flags."""
+    """Return the layout that needs the least memory. If several layouts do, take the one with the most flags."""
 
     def size(candidate: Candidate) -> tuple[float, int, int]:
         return candidate.least, -len(candidate.flags), candidate.inputs.config.train.micro_batch_size

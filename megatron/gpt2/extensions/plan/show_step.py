@@ -5,8 +5,8 @@
     python tools/show_step.py --output step.html --traces SAVE/profile_3-3_rank_*.json.gz
 
 --traces reads what pretrain_gpt2.py --profile 3 3 --profile-ranks 0 1 wrote: operators with their shapes, and
-collectives of gloo, for which the profiler records no bytes and groups. Without it nothing is started, and the other
-flags are those of pretrain_gpt2.py.
+collectives of gloo, for which the profiler records no bytes and groups. Without --traces, show_step.py takes the flags
+of pretrain_gpt2.py and starts no run.
 
 The page has a lane for each queue. For a modelled step, it has the queues of the first rank of each stage. Its buttons
 go from one kernel, collective or message to the next. The page shows the shapes of a kernel, the bytes of a message,

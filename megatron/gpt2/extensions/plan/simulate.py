@@ -37,9 +37,9 @@ from megatron.gpt2.pipeline.p2p_schedule import P2PMessage, build_p2p_schedule, 
 from megatron.gpt2.pipeline.schedule import Action, Kind
 
 PARTS = ("compute", "launch", "tensor", "data", "other", "pipeline")
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # Fused attention has these matrix products. It recomputes the scores.
-CAUSAL = 0.5  # Causal attention computes this share of the scores.
-READS_ROWS = ("embedding", "index_select", "gather")  # These operators read a part of their first tensor.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # matrix products of fused attention, which recomputes the scores
+CAUSAL = 0.5  # The share of the scores that causal attention computes.
+READS_ROWS = ("embedding", "index_select", "gather")  # The operators that read only a part of their first tensor.
 FUNCTIONS = {"gelu": 1, "gelu_backward": 2, "exp": 1, "exp_": 1}  # exponentials for each element
 # the kind, the model chunk, and 1 for the last micro-batch of a step or 0 for any other
 TracedAction = tuple[Kind, int, int]
@@ -109,8 +109,8 @@ class StageJobs:
 
 
 def kernel_seconds(cluster: Cluster, event: Operation) -> float:
-    """Return the time of a kernel. For matrix products their sizes decide it, for other kernels their bytes and, on a
-    CPU, their exponentials."""
+    """Return the time of a kernel. The time depends on the sizes of a matrix product, or on the bytes and, on a CPU,
+    the exponentials of another kernel."""
     name, shapes = event.name, event.shapes
     if name in ("mm", "bmm", "addmm", "addmm_"):
         a, b = shapes[1:3] if name.startswith("addmm") else shapes[:2]
@@ -249,8 +249,8 @@ class Lane:
                 yield
 
     def finish(self, first_forward: float) -> None:
-        """Wait for collectives that still run. They gather parameters during the first forward pass of the next step.
-        This pass waits for the first collective before it begins, and for the last one before its last layer."""
+        """Wait for collectives that still run. Such collectives gather parameters during the next step's first forward
+        pass, which waits for the first collective at its beginning, and for the last one before its last layer."""
         ends = sorted(end for end, _ in self._running.values())
         if ends:
             self.wait(max(ends[0], ends[-1] - first_forward), "data")
@@ -259,9 +259,9 @@ class Lane:
 def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) -> StepTime:
     """Return the modelled time of a step.
 
-    If there are many layers and micro-batches, few are simulated, since the time of a step is a linear function of
-    both. The result is too short (6 % in a small model) if the host, which launches kernels ahead during the loss,
-    stays ahead for these few layers but not for all. Raises ValueError if the ranks cannot share the batch.
+    Of many layers and micro-batches, few are simulated, since the time of a step is linear in both numbers. The result
+    is too short (6 % in a small model) if the host, which launches kernels ahead during the loss, stays ahead for these
+    few layers but not for all. Raises ValueError if the ranks cannot share the batch.
 
     record: whether to simulate all layers and micro-batches, and to keep the spans of all stages.
     """

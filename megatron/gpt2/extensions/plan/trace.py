@@ -5,7 +5,7 @@ with the process groups of `process_group.py` at the full world size. Every tens
 shape, a dtype and a storage, but no memory. Python code sees the device of the run ("cuda" or "cpu"), so it takes the
 same branches as in the run. A dispatch mode records operators, collectives, allocations and releases in their order.
 
-torch's FakeTensorMode would do the same, but its first operator imports sympy and the compiler (1.3 s, 80 MB). Each
+torch's FakeTensorMode would also work, but its first operator imports sympy and the compiler (1.3 s, 80 MB). Each
 training run would need this time at its start. For CUDA tensors, FakeTensorMode also needs a CUDA build of torch.
 
 On a CPU the loss computes its softmax in equal blocks of rows. The trace has only the first block. `Operation.times` of
@@ -46,7 +46,7 @@ from mpu.kernels import attention
 from mpu.kernels.triton_kernel import TritonKernel
 
 ROOT, PLAN_FOLDER = str(Path(__file__).resolve().parents[4]), str(Path(__file__).resolve().parent)
-ROUNDING = {"cuda": 512, "cpu": 64}  # The size of an allocation is a multiple of this number of bytes.
+ROUNDING = {"cuda": 512, "cpu": 64}  # An allocation's size is a multiple of ROUNDING bytes.
 META = torch.device("meta")
 
 
@@ -217,7 +217,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
         _elementwise(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in qkv[:3]
     ),
 }
-# These operators allocate memory and run no kernel.
+# The operators that allocate memory and run no kernel.
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -233,7 +233,7 @@ def _schema(func: Any) -> tuple[str, bool, list[tuple[int, str]], int]:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operators on the meta device and records them.
+    """Runs operators on the meta device, and records each operator.
 
     device: the type of the run's device, "cuda" or "cpu".
     """
@@ -401,7 +401,8 @@ def place() -> str:
 
 
 def _attention(config: Config, device: str) -> Callable[..., Tensor]:
-    """Return a function that replaces F.scaled_dot_product_attention. It chooses the kernel for the run's device."""
+    """Return a function that replaces F.scaled_dot_product_attention. The function chooses the kernel for the run's
+    device."""
 
     def chosen(
         q: Tensor,
@@ -427,7 +428,8 @@ def _attention(config: Config, device: str) -> Callable[..., Tensor]:
 
 
 def _softmax_of_first_rows(recorder: Recorder) -> Callable[..., Tensor]:
-    """Return a function that replaces `vocab_parallel_softmax` on a CPU. It runs the first of many equal blocks."""
+    """Return a function that replaces `vocab_parallel_softmax` on a CPU. The function runs only the first of many equal
+    blocks."""
 
     def softmax_of_block(logits: Tensor, targets: Any, weight: Tensor | None, combine: Any) -> Tensor:
         stats = logits.new_empty(3, len(logits), dtype=torch.float32)
@@ -444,7 +446,7 @@ softmax, blocks = kernels.vocab_parallel_softmax, attention._blocks
 
 
 def _largest_block(s: int, heads: int, block: int) -> Any:
-    """Return only the largest block of attention, or all blocks if each of them saves tensors for backward."""
+    """Return only the largest block of attention, or all blocks if each block saves tensors for backward."""
     found = list(blocks(s, heads, block))
     return found if s <= attention.SAVED_UP_TO else [max(found, key=lambda each: each[2] - each[0].start)]
 

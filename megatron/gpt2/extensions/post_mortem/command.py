@@ -1,4 +1,4 @@
-"""Explain why a run failed, on which rank, and which command continues it.
+"""Explain why and on which rank a run failed, and which command continues the run.
 
     python tools/post_mortem.py checkpoints/gpt2_345m
 
@@ -31,7 +31,7 @@ MAX_EARLIER = 3  # At most this number of earlier causes is shown.
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if the file is missing or a crash has truncated it."""
+    """Return the JSON object in a file, or an empty object if the file is missing or truncated by a crash."""
     try:
         return read_json_object(path, MAX_CONFIG_BYTES)
     except (OSError, ValueError):

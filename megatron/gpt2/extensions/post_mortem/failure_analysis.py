@@ -1,8 +1,8 @@
 """Failure analysis: finds the first cause of a run's end in the incidents that its processes recorded.
 
 When a rank dies, many processes record incidents (`monitor/incidents.py`). A killed rank records nothing, and its
-launcher records the signal. The other ranks lose the connection, fail in a collective, and end, too. This module finds
-the first incident that no other incident caused.
+launcher records the signal. All other ranks lose the connection, fail in a collective and end. failure_analysis.py
+finds the first incident that no other incident caused.
 """
 
 import re
@@ -212,7 +212,7 @@ def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failur
 
 def _hang_failure(incidents: Sequence[Incident]) -> Failure:
     """Return the failure if ranks waited too long. Each rank records its own stack. One rank of each machine also
-    records the missing `ranks`."""
+    records the missing `ranks` of a hang."""
     hangs = [incident for incident in incidents if incident["kind"] == "hang"]
     if cut := next((incident["cut"] for incident in hangs if incident["cut"]), None):
         return Failure("lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(incidents)}")

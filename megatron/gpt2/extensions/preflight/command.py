@@ -65,7 +65,7 @@ class Finding(NamedTuple):
     """The result of a check on one rank. The ranks exchange results as JSON.
 
     text: the result to show if the check passes.
-    problem: shown with the ranks that have it.
+    problem: shown with the ranks that have the problem.
     is_warning: True for a problem that does not stop a run.
     must_match: values by name; ranks that report no problem must have equal values.
     fix: how to fix a problem or a difference.
@@ -79,7 +79,8 @@ class Finding(NamedTuple):
 
 
 class CheckResult(NamedTuple):
-    """A row of the table: the name of a check, its result on all ranks, how to fix it, and whether it passes."""
+    """A row of the table: the name of a check, its result on all ranks, a way to fix a failure, and whether the check
+    passes."""
 
     name: str
     text: str
@@ -184,7 +185,7 @@ def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext |
 
 
 def product_problem(device: torch.device, dtype: torch.dtype, multiply: Callable[..., Tensor] = torch.matmul) -> str:
-    """Describe wrong matrix products of this device, or return "" if all are correct.
+    """Describe wrong matrix products of `device`, or return "" if all products are correct.
 
     A [512, 256] and B [256, 512] have entries -1, 0 and 1, so every entry of A B is exact in every precision. The row
     sums and column sums of A B are compared with sums that the CPU computes from A and B in int64.
@@ -311,7 +312,7 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
 
 
 def result_table(rows: Sequence[CheckResult]) -> Iterator[str]:
-    """Yield an aligned line for each check. Below a failed check, yield a line that says how to fix it."""
+    """Yield an aligned line for each check. Below a failed check, yield a line that says how to fix the failure."""
     width = max(len(row.name) for row in rows)
     for row in rows:
         yield f"  {row.name:<{width}}  {row.mark:<4}  {row.text}"
@@ -326,7 +327,7 @@ def preflight(words: Sequence[str], rank_info: RankInfo, log: Log) -> int:
     rows = run_checks(arguments, rank_info)
     if rank_info.rank == 0:
         print("\n".join(result_table(rows)), flush=True)
-    # All ranks wait until the table is printed, because a launcher ends the other ranks when one exits.
+    # All ranks wait for the table, because a launcher ends all ranks when one rank exits.
     exchange_findings(rank_info, "end", {})
     return 1 if any(row.mark == "FIX" for row in rows) else 0
 

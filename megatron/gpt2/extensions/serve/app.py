@@ -36,7 +36,7 @@ from megatron.gpt2.generate.generation import GeneratedToken
 
 MEGATRON = ("/api", "/generate")  # Megatron's servers have these addresses.
 PAGE = Path(__file__).with_name("page.html")
-# The page contains all files that it needs. It must not load anything from other hosts.
+# The page contains all files that it needs. The page must not load anything from other hosts.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )

@@ -30,7 +30,7 @@ class Batcher:
             self._incoming.put((continuations, deliver))
 
     def stop(self) -> None:
-        """Make `run` return after the next token. Any thread and any signal handler may call this."""
+        """Make `run` return after the next token. Any thread and any signal handler may call `stop`."""
         self._stopping = True
         self._incoming.put(((), lambda number, event: None))  # An empty request wakes the thread.
 

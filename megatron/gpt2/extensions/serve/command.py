@@ -93,7 +93,7 @@ def serve(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
         for number in (
             signal.SIGINT,
             signal.SIGTERM,
-        ):  # All ranks get these signals. The first rank ends the other ranks.
+        ):  # All ranks get the signals, but the first rank ends all other ranks.
             signal.signal(number, signal.SIG_IGN)
     generator = Generator(loaded.model, loaded.tokenizer, group=new_command_group())  # All ranks join this group.
     if listener is None:
@@ -107,7 +107,7 @@ def run_server(
 ) -> None:
     """Answer requests until Ctrl-C or SIGTERM.
 
-    This thread handles signals and generates text. A second thread handles the connections.
+    The calling thread handles signals and generates text. A second thread handles the connections.
     """
     batcher, name = Batcher(args.batch_size), Path(args.load).resolve().name
     served = ServedModel(

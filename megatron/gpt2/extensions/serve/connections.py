@@ -86,7 +86,7 @@ def is_allowed_host(header: str, allowed: Collection[str]) -> bool:
     """Return whether a request's Host header is an IP address, localhost or one of the `allowed` names.
 
     A web page of a different site can send requests to this server if the site's name resolves to the server's address
-    (DNS rebinding). The Host header of such a request has the site's name.
+    (DNS rebinding). With DNS rebinding, the Host header of a request has the site's name.
     """
     try:
         name = (urlsplit(f"//{header}").hostname or "").removesuffix(".")

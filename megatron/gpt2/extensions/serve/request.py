@@ -1,7 +1,7 @@
 """Requests of clients, in the form of OpenAI or Megatron-LM, and their answers. pydantic checks the fields.
 
 Megatron's form is that of its class `MegatronGenerate` (`PUT /api`). Megatron's newest version (core 0.19) checks many
-fields but uses few. Here, each field has the effect that it had in core 0.8, or it is refused.
+fields but uses few. This server gives each field the effect that the field had in core 0.8, or refuses the field.
 """
 
 import codecs
@@ -336,12 +336,12 @@ class CompletionRequest(NamedTuple):
 
 
 class MegatronRequest(CompletionRequest):
-    """A request in Megatron's form. The answer to such a request includes the prompts."""
+    """A request in Megatron's form. The answer includes the prompts."""
 
     def answer(self, tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
         """Return, for each prompt with its new text: `text`, the ids `tokens`, their texts `segments`, and, if
         requested, `logprobs`, the log-probabilities of all tokens but the first. `text` includes a newline that ended
-        it."""
+        the generation."""
 
         def segment(token: int) -> str:
             return END_NAME if token == tokenizer.eod else tokenizer.decode([token])

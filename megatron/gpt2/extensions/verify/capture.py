@@ -169,7 +169,7 @@ class Capture(Hook):
     def _capture(
         self, name: str, index: int, x: Tensor | Sequence[Tensor], point: CapturePoint = MODULE_OUTPUT
     ) -> None:
-        """Capture x, [s, b, w] or a shard of it, and later the gradient of x if `point` asks for it."""
+        """Capture x, [s, b, w] or its shard, and later also the gradient of x if `point` asks for gradients."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
         x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # A layer of --exact-layouts returns a tuple.

@@ -111,7 +111,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     end = argv.index("--") if "--" in argv else len(argv)
     words = list(argv[:end])
     for index, word in enumerate(words):
-        if word == "--layout" and words[index + 1 :]:  # The flag's value may look like a flag of this program.
+        if word == "--layout" and words[index + 1 :]:  # A layout's flags may look like flags of the program.
             words[index : index + 2] = [f"--layout={words[index + 1]}"]
     options = parser.parse_args(words)
     options.command = list(argv[end + 1 :])
@@ -296,8 +296,8 @@ def check_same_run(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> N
 
 
 def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, TensorTrace, list[LayoutResult]]:
-    """Run the layouts and compare them. Return a description of the reference, its trace, and the results. The trace
-    may be in the folder `scratch`."""
+    """Run the layouts, and compare each layout with the reference. Return a description of the reference, its trace,
+    and the results. The trace may be in the folder `scratch`."""
     first = read_layout(options.command, options.layout[0])
     layouts = [read_layout(options.command, flags, first.batch) for flags in options.layout]
     by_transformers = options.against == HUGGINGFACE

@@ -85,12 +85,12 @@ FP32_ROUNDOFF = roundoff(torch.float32)
 
 @dataclass
 class Difference:
-    """The difference of a tensor, or of shards of it, from the reference.
+    """The difference of a tensor, or of its shards, from the reference.
 
     histogram: the number of elements per bin of differences, see EDGES.
-    greatest: the largest difference in units.
+    greatest: the largest difference in units of roundoff.
     excess: the largest difference beyond what is allowed for each element; infinite if only one value is NaN.
-    at, reference, own: the index of this element, and its two values.
+    at, reference, own: the index of the element with the largest excess, and its two values.
     squares: for reference a and own b the sums aa, ab and bb over all chunks whose excess is above the bound.
 
     bound: the largest `excess` that rounding explains.

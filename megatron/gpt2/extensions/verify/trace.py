@@ -108,7 +108,7 @@ def tensor_file(folder: Path, key: TensorKey) -> Path:
 
 
 class TraceWriter:
-    """Writes the shards of this rank into the trace in `folder`."""
+    """Writes one rank's shards into the trace in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -165,7 +165,8 @@ def write_index(folder: Path, metadata: Mapping[str, Any], findings: Sequence[Se
 
 
 class TensorTrace:
-    """The trace in `folder`; its tensors stay on disk. Raises ValueError if `folder` is not a trace of this version.
+    """The trace in `folder`; its tensors stay on disk. Raises ValueError if `folder` is not a trace of the current
+    version.
 
     entries: the entries by (step, name).
     """
@@ -187,7 +188,7 @@ class TensorTrace:
         self.entries = {(entry.key.step, entry.key.name): entry for entry in rows}
 
     def scalar(self, step: int, name: str, otherwise: float) -> float:
-        """Return the absolute value of a scalar, or `otherwise` if the trace does not have it."""
+        """Return the absolute value of a scalar, or `otherwise` if the trace lacks the scalar."""
         entry = self.entries.get((step, name))
         return entry.rms if entry else otherwise
 

@@ -1,9 +1,9 @@
 """`--check-replicas-interval`: detects bits that flip in memory, and names the rank and the tensor.
 
 Only the optimizer's step changes the training state of a rank (weights, masters, moments). The state is therefore
-hashed after an update and again before the next update. In addition, the hashes of a tensor must be equal on all ranks
-that have a replica of it. All tensors have replicas on the data-parallel ranks, except masters and moments of a sharded
-optimizer. Tensors that tensor parallelism does not split also have replicas on the tensor-parallel ranks.
+hashed after an update and again before the next update. In addition, all replicas of a tensor must have equal hashes.
+All tensors have replicas on the data-parallel ranks, except masters and moments of a sharded optimizer. Tensors that
+tensor parallelism does not split also have replicas on the tensor-parallel ranks.
 
 The hash of a tensor is a sum of 64-bit integers modulo 2^64. Each integer is 8 bytes of the tensor, and the integers of
 each row of 64 elements are multiplied by a different odd factor. A single flipped bit always changes the hash. The hash
@@ -75,8 +75,8 @@ class ReplicaCheck(Hook):
         self._verify()
 
     def hashes(self) -> Tensor:
-        """Return the hashes of this rank, [number of tensors] int64. For each parameter there is a hash of its weight,
-        its master and each of its moments."""
+        """Return the hashes of the rank's tensors, [number of tensors] int64. For each parameter there is a hash of its
+        weight, its master and each of its moments."""
         device = self._optimizer.buffer.params.device  # Masters may be in host memory.
         return torch.cat([hash_ranges(buffer, parts).to(device) for _, buffer, parts in self._buffers])
 
@@ -105,7 +105,7 @@ class ReplicaCheck(Hook):
         self._last_match = f"iteration {self._iteration}, the last clean hash"
 
     def _replicas_of(self, kind: str, name: str) -> list[int]:
-        """Return the ranks that have a replica of this tensor, including this rank."""
+        """Return the ranks that have a replica of a tensor, including the current rank."""
         buffer, parallel = self._optimizer.buffer, self._parallel
         is_split = getattr(buffer.parameters[name], "model_parallel", False)
         is_sharded = buffer.is_sharded and kind != "weight"
@@ -117,7 +117,7 @@ class ReplicaCheck(Hook):
         return [rank for rank in range(parallel.world_size) if position(rank) == position(parallel.rank)]
 
     def _describe_differences(self, all_hashes: Tensor) -> Iterator[str]:
-        """Describe the tensors of this rank that differ from their replicas.
+        """Describe the rank's tensors that differ from their replicas.
 
         all_hashes: [number of ranks, the largest number of tensors of a rank].
         """

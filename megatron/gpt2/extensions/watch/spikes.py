@@ -1,10 +1,10 @@
 """`--rewind-on-spike`: returns to a checkpoint when the loss jumps, and skips the samples since this checkpoint.
 
 The training of PaLM (arXiv:2204.02311, section 5.1) had about 20 loss spikes at irregular times. The authors restarted
-training about 100 steps before each spike and skipped 200 to 500 batches. The spikes did not occur again. These batches
-caused no spike with other weights. OPT (arXiv:2205.01068, section 2.5) was restarted when the loss had diverged.
-Neither paper gives a threshold. The default of 1.5 times the median is far above the usual differences between log
-lines (some percent), and below a diverged loss.
+training about 100 steps before each spike and skipped 200 to 500 batches. The spikes did not occur again. With other
+weights, the skipped batches caused no spike. OPT (arXiv:2205.01068, section 2.5) was restarted when the loss had
+diverged. Neither paper gives a threshold. The default of 1.5 times the median is far above the usual differences
+between log lines (some percent), and below a diverged loss.
 """
 
 import statistics

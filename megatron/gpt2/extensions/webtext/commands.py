@@ -48,8 +48,8 @@ def download_urls(argv: Argv = None) -> None:
 
         python tools/openwebtext/download_urls.py INPUT OUTPUT
 
-    INPUT contains one URL per line. A restart skips complete files and repeats the other files. OUTPUT/records contains
-    the result of each URL. The program fetches only the listed pages, and does not read robots.txt.
+    INPUT contains one URL per line. A restart skips complete files and repeats incomplete files. OUTPUT/records
+    contains the result of each URL. The program fetches only the listed pages, and does not read robots.txt.
     """
     parser = step_parser(download_urls)
     add_number(parser, "--max-bytes", 10_000_000, "largest size of a page; larger ones are dropped")
@@ -202,7 +202,7 @@ def merge_jsons(argv: Argv = None) -> None:
 
 
 def split_dataset(argv: Argv = None) -> None:
-    """Split documents into training, validation and test, and print the command that trains on them:
+    """Split documents into training, validation and test, and print the command that trains on these documents:
 
         python tools/openwebtext/split_dataset.py INPUT OUTPUT
 

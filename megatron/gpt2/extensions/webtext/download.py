@@ -62,7 +62,7 @@ async def fetch(
 ) -> Page:
     """Fetch a page of at most `max_bytes` within `seconds`. Raises PageError with the reason if that fails.
 
-    refusal: called with every URL that the server redirects to; returns the reason not to fetch it, or None.
+    refusal: called with the target of every redirect; returns the reason not to fetch this URL, or None.
     """
     requests = itertools.count()
 

@@ -29,8 +29,8 @@ SPLITS = ("train", "valid", "test")
 
 
 def normalize_url(url: str) -> str:
-    """Remove the fragment and the default port of a URL, and write its host in lower case. These parts do not change
-    the page. Raises ValueError if the URL has no host or an invalid port."""
+    """Remove the fragment and the default port of a URL, and write its host in lower case. Fragment, default port and
+    case of the host do not change the page. Raises ValueError if the URL has no host or an invalid port."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ValueError("no host")

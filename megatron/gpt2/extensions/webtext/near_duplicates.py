@@ -29,7 +29,7 @@ BANDS = 20
 # number of uint64 values of a signature: the keys of its bands, and the offset of the document in its file
 COLUMNS = BANDS + 1
 SHINGLE_CACHE = 4096  # number of documents
-SIGN_BATCH = 64  # The band keys of this number of documents are computed together.
+SIGN_BATCH = 64  # documents whose band keys are computed together
 EMPTY = np.uint64(2**64 - 1)
 # The factors are odd constants with random-looking bits.
 FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
@@ -61,9 +61,9 @@ def shingle_hashes(text: str) -> np.ndarray:
 
 
 def sketch(text: str) -> np.ndarray:
-    """Return the sketch of a text, uint64 [t]. In each round, an empty bin takes the minimum of the hashes that fall
-    into it. In the first t rounds, the upper bits of a hash select its bin. In round t + i, all hashes fall into bin i,
-    so that no bin stays empty."""
+    """Return the sketch of a text, uint64 [t]. In each round, an empty bin takes its minimum hash. In the first t
+    rounds, the upper bits of a hash select its bin. In round t + i, all hashes fall into bin i, so that no bin stays
+    empty."""
     hashes = shingle_hashes(text)
     filled = np.full(VALUES, EMPTY)
     for index in range(2 * VALUES):

@@ -140,7 +140,8 @@ def read_at(path: Path, offset: int, text_key: str) -> Document:
 
 @dataclass(frozen=True)
 class WebtextStep:
-    """One step of the preparation of web text. `work(run)` processes one input with the flags `run.args`.
+    """A step of the preparation of web text, such as download or filter. `work(run)` processes one input with the flags
+    `run.args`.
 
     recorded: the flags that affect the output; a manifest contains their values.
     libraries: packages whose versions affect the output; a manifest contains the versions.
@@ -169,7 +170,7 @@ class WebtextStep:
 
 
 class StepRun:
-    """A step that runs on one input: it reads documents or URLs (entries), and writes or drops each of them.
+    """A step that runs on one input: it reads entries (documents or URLs), and writes or drops each entry.
 
     limit: the largest number of entries.
     """

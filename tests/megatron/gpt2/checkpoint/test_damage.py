@@ -76,7 +76,7 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
         shutil.rmtree(folder)
 
 
-# ---------------------------------------------------------------------------------------------------------- trackers
+# -------------------------------------------------------------------------------------------- latest-iteration files
 
 
 # words for the latest-iteration file; iteration 700 does not exist
@@ -96,7 +96,7 @@ MAKERS: list[Callable[[Path], object]] = [
 ]
 
 
-def test_garbage_trackers_end_at_the_newest_valid_one(folder: Path) -> None:
+def test_garbage_latest_files_end_at_the_newest_valid_checkpoint(folder: Path) -> None:
     path = folder / LATEST_FILE
     path.unlink()
     for make in MAKERS:

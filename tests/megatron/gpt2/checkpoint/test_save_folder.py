@@ -51,7 +51,7 @@ from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps,
 from tests.test_command_line import FLAGS
 
 
-def test_the_tracker_decides_and_a_newer_one_is_reported(tmp_path: Path) -> None:
+def test_the_latest_file_decides_and_newer_ones_are_reported(tmp_path: Path) -> None:
     (tmp_path / "iter_0000100.tmp-1f").mkdir()
     (tmp_path / "metrics.jsonl").touch()
     assert find(tmp_path / "missing") == find(tmp_path) == (None, "")
@@ -344,8 +344,8 @@ def test_one_owner(tmp_path: Path) -> None:
 def test_an_owner_that_stops_inside_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: str, iteration: int
 ) -> None:
-    """If a later owner has removed the temporary folder, the old owner's commit fails, and the latest-iteration file
-    stays."""
+    """If a later owner has removed the temporary folder, the old owner's commit fails and leaves the latest-iteration
+    file."""
     first = Lease(tmp_path)
     assert not save_as(first, 1)
     first._released.set()  # Stop renewing the lease, as a suspended owner would.

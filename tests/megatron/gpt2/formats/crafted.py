@@ -293,7 +293,7 @@ def ranks_up_to_999(folder: Path) -> None:
     (folder / "iter_0000007/mp_rank_00").rename(folder / "iter_0000007/mp_rank_999")
 
 
-def a_tracker_that_leads_out(folder: Path) -> None:
+def a_latest_file_that_leads_out(folder: Path) -> None:
     write_megatron(folder.parent / "there", random_weights(), "v2", version=3)
     (folder / "latest_checkpointed_iteration.txt").write_text("../there")
 
@@ -310,7 +310,7 @@ TOPS: dict[str, Callable[[dict[str, Any]], object]] = {
     "heads without end": lambda top: setattr(top["args"], "num_attention_heads", 10**18),
 }
 FILES |= {f"megatron: {name}": partial(with_top, change) for name, change in TOPS.items()}
-FILES |= {function.__name__: function for function in (ranks_up_to_999, a_tracker_that_leads_out)}
+FILES |= {function.__name__: function for function in (ranks_up_to_999, a_latest_file_that_leads_out)}
 
 
 # --- .metadata: streams of instructions, and genuine ones in which one thing was changed
