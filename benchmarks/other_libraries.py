@@ -138,7 +138,7 @@ def build_nanogpt(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Mo
 def adamw(model: nn.Module, shipped: bool) -> torch.optim.Optimizer:
     """Make a fused AdamW with decay on matrices only.
 
-    shipped: whether to call nanoGPT's `configure_optimizers` for a CPU instead.
+    shipped: whether to return the optimizer of nanoGPT's `configure_optimizers` for a CPU.
     """
     if shipped:
         made: Any = model.configure_optimizers  # type: ignore[union-attr]

@@ -6,7 +6,7 @@ training program take 0.09 s of processor time instead of 2.56 s, and the server
 commands, so this saves the tests some minutes.
 
     server = WarmPython(folder)        # folder/bin/python is the command; server.path has folder/bin first
-    server.close()                     # the last call ends the server and all commands that still run
+    server.close()                     # the last client's close() ends the server and all running commands
 """
 
 from __future__ import annotations

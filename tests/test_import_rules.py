@@ -16,7 +16,8 @@ from megatron.gpt2.__main__ import PROGRAMS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("mpu", "data_utils", "megatron")
 OURS = {*PACKAGES, "tools", "tasks", "scripts", "tests", "benchmarks"}
-# The levels of each package, from the lowest. A file or folder imports only from lower levels of its package.
+# The levels of imports in each package, from the lowest. A file or folder imports only from lower levels of its
+# package.
 LEVELS: dict[str, list[str]] = {
     "mpu": [
         "partition kernels",

@@ -41,7 +41,7 @@ BOM = b"\xef\xbb\xbf"
 DEFAULT_KEYS = ("text", "sentence")
 MAX_BAD_FRACTION = 0.001
 MAX_LOGGED_BAD_LINES = 5
-MAX_LEADING_BAD_LINES = 1000  # A file that begins with this number of bad lines is refused.
+MAX_LEADING_BAD_LINES = 1000  # number of bad lines at the beginning for which a file is refused
 
 SHIPPED_CORPORA = Path("data", "corpora.json")
 CORPORA_VARIABLE = "MEGATRON_CORPORA"
@@ -184,7 +184,7 @@ def detect_compression(path: str | Path) -> str | None:
 @contextlib.contextmanager
 def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file for binary reading, and decompress it if needed. The file may have several gzip members or zstd
-    frames. If a read in the block finds it damaged, ValueError names the file."""
+    frames. If a read in the block finds damage, ValueError names the file."""
     kind = detect_compression(path)
     try:
         with (

@@ -11,18 +11,18 @@ from functools import partial
 # Apply the pairs (pattern, replacement) in order.
 _WIKITEXT = (
     ("s '", "s'"),
-    # The next pairs restore numbers and punctuation, which WikiText surrounds with spaces.
+    # Restore numbers and punctuation, which WikiText surrounds with spaces.
     (" @-@ ", "-"),
     (" @,@ ", ","),
     (r" @\.@ ", "."),
     *((f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
-    # The next pairs remove spaces inside brackets and quotation marks.
+    # Remove spaces inside brackets and quotation marks.
     (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
     (r"{\s*([^}]*?)\s*}", r"{\1}"),
     (r'"\s*([^"]*?)\s*"', r'"\1"'),
     (r"'\s*([^']*?)\s*'", r"'\1'"),
-    # The next pairs restore headings, degrees, lines, numbers that were replaced, and the genitive.
+    # Restore headings, degrees, lines, numbers that were replaced, and the genitive.
     ("= = = =", "===="),
     ("= = =", "==="),
     ("= =", "=="),

@@ -32,7 +32,7 @@ PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
 SPACE = "\u2581"  # SentencePiece's character for a space
 SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
-TRAINING_CHARACTERS = 100_000_000  # A SentencePiece model is trained on at most about this number of characters.
+TRAINING_CHARACTERS = 100_000_000  # most characters on which a SentencePiece model is trained, about
 
 
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:

@@ -25,7 +25,7 @@ as_command(main)()
 
 
 def end(main: str, head: bool = False) -> tuple[int, str, str]:
-    """Run a program with this `main`. Return exit code, output and errors.
+    """Run a program with the function `main`. Return exit code, output and errors.
 
     head: read one character of the output, then close the pipe.
     """

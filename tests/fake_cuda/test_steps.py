@@ -60,8 +60,8 @@ WAYS = {  # ranks, flags, and the bytes that are copied to the host and back
     "in pairs": (1, f"{PARKED} --recompute-num-layers 2", LAYERS // 2 * INPUT),
     "accumulation": (1, f"{PARKED} --global-batch-size 4", 2 * LAYERS * INPUT),
     "parts of inputs": (2, f"{PARKED} --partition-activations --model-parallel-size 2", LAYERS * INPUT // 2),
-    # the inputs of both layer norms, their outputs, queries, keys and values, attention's output, and twice the 4h of
-    # the MLP
+    # offloaded of a layer: inputs and outputs of both layer norms, queries, keys and values, attention's output, and
+    # twice the 4h of the MLP
     "of layers": (1, f"--num-layers {LAYERS} --cpu-offloading-num-layers 3", 3 * (8 + 8) * INPUT),
 }
 

@@ -75,7 +75,7 @@ def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
 NESTED = b"[" * 100_000
 PAIR, REPORT, TOKENIZER = "pair's manifest behind its seal", "config.json of a report", "tokenizer of a checkpoint"
 # Each case has the target, the end of a file's name, a pattern for the place in its valid content, the content that
-# replaces it, and words of the error. "": the input is accepted.
+# replaces it, and words of the error. Without words, the input is accepted.
 ALL = rb"(?s).*"
 DEFECTS: list[tuple[str, str, bytes, bytes, str]] = [
     *(

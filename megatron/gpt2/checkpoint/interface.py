@@ -28,8 +28,8 @@ from mpu.partition import TensorSlice
 
 Shape = tuple[int, ...]  # one number per dimension; also the type of an offset
 _NATURAL = range(1 << 62)
-_PADDING = 1 << 16  # At most this number of padding rows of the vocabulary is accepted.
-_MAX_CELLS = 1 << 26  # The grid in `check_coverage` has at most this number of cells.
+_PADDING = 1 << 16  # the most padding rows of the vocabulary that are accepted
+_MAX_CELLS = 1 << 26  # the most cells of the grid in `check_coverage`
 _COUNTS = ("vocab_size", "iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
 _STEPS = ("optimizer.num_updates", "optimizer.skipped_steps", "optimizer.adam_steps")
 _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", "hysteresis_left")]

@@ -5,8 +5,8 @@
 If a network fails, a restarted run and the old one may run at the same time. Each start creates the file with the next
 number, which only one process can do, and removes the file of the earlier owner. Before each commit, the owner checks
 that its file still exists. The check is not sufficient, because the process may be suspended between the check and the
-commit. A new owner therefore also removes the uncommitted files of earlier owners. A commit renames such files, so a
-late commit of an earlier owner fails.
+commit. A new owner therefore also removes the uncommitted files of earlier owners. A commit renames uncommitted files,
+so a late commit of an earlier owner fails.
 
 The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is
 refused if the newest file is locked. Otherwise the start waits LIFETIME seconds to see whether the owner still sets the
@@ -27,7 +27,7 @@ from megatron.gpt2.checkpoint.save_folder import BEST, LATEST_FILE, FolderInUse,
 
 PATTERN = "lease_" + 10 * "[0-9]"
 RENEWAL_INTERVAL = 2.0  # seconds between two renewals
-LIFETIME = 10.0  # A lease ends after this number of seconds without a renewal.
+LIFETIME = 10.0  # seconds without a renewal after which a lease ends
 
 
 class LeaseLostError(OSError):

@@ -41,7 +41,7 @@ from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import temporary_group
 
 RUN_NAME_FILE = "local_checkpoints"  # the file in the --save folder that names the run
-CHECKPOINTS_KEPT = 2  # Each machine keeps this number of checkpoints.
+CHECKPOINTS_KEPT = 2  # number of checkpoints that each machine keeps
 MESSAGE_BYTES = 64 << 20
 FileTransfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank
 T = TypeVar("T")

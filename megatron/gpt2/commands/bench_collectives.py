@@ -31,7 +31,7 @@ from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import run_program
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
-PERIOD = 375  # The values of a test repeat after this number of elements.
+PERIOD = 375  # number of elements after which the values of a test repeat
 # The tolerances are relative and allow any order of summation.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TIMEOUT_MINUTES = 5  # time limit of a collective, much longer than one operation takes
@@ -469,5 +469,5 @@ def bench_collectives(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     return run_program(bench_collectives, argv)

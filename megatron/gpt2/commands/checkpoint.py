@@ -67,7 +67,7 @@ def return_freed_memory() -> None:
 
 
 def print_stderr(line: str) -> None:
-    """Print a line to standard error. Standard output is for the result."""
+    """Print a line to standard error. Only the result goes to standard output."""
     print(line, file=sys.stderr)
 
 
@@ -216,7 +216,7 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     return_freed_memory()
     args = parse_args(argv)
     if hasattr(args, "out"):

@@ -76,7 +76,7 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's)."""
+    """Run the command line `argv` (default: sys.argv[1:])."""
     args = parse_args(argv)
     pp, layers, size = args.pipeline_model_parallel_size, args.num_layers, args.num_layers_per_virtual_pipeline_stage
     vpp = num_model_chunks(layers, pp, size) if size is not None and pp > 0 else 1

@@ -164,5 +164,5 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     return run_program(evaluate, argv)

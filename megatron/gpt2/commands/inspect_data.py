@@ -61,7 +61,7 @@ def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("path", metavar="PATH", help="the prefix of a pair, or a .bin file")
     parser.add_argument("--verify", action="store_true", help="read every byte: hashes of the manifest, range of ids")

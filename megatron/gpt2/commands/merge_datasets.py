@@ -28,7 +28,7 @@ def expand_folders(inputs: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="prefixes, .bin files or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")

@@ -54,7 +54,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     args = parse_args(argv)
     other = f"this merges to one rank: use {how_to_call('checkpoint')} split for a different number"
     require(args.target == 1, other)

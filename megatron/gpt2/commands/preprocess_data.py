@@ -83,7 +83,7 @@ def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[st
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, glob patterns or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")

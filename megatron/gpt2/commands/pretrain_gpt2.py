@@ -26,7 +26,7 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line `argv` (default: this process's), set up the run, train and report. Return the exit
+    """Parse the command line `argv` (default: sys.argv[1:]), set up the run, train and report. Return the exit
     code."""
     configure_output(line_buffering=True)
     process = ProcessState()

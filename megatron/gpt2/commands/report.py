@@ -12,7 +12,7 @@ from megatron.gpt2.monitor.html_report import METRICS, write_report
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("save", metavar="SAVE", help="the --save folder of a run")
     folder = Path(parser.parse_args(argv).save)

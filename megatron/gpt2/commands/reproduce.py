@@ -35,8 +35,8 @@ FINEWEB_124M = {
     18000: 3.2746,
     19560: 3.2722,
 }
-# The same recipe ended at 3.29 in May 2024 (github.com/karpathy/llm.c/discussions/481) and at 3.2722 in this log. Early
-# losses differ more, because they fall by 1 within 300 iterations.
+# The same recipe ended at 3.29 in May 2024 (github.com/karpathy/llm.c/discussions/481) and at 3.2722 in llm.c's log.
+# Early losses differ more, because they fall by 1 within 300 iterations.
 LATE_BAND, EARLY_BAND, LATE = 0.03, 0.25, 2000
 # A model's loss is above the entropy of its text, because a model never sees enough text, and because the first tokens
 # of a sample lack context. In a small validation split, the loss can be below the entropy by chance.
@@ -67,7 +67,7 @@ def compare_with_entropy(bits: dict[int, float], entropy: float) -> list[tuple[s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("save", metavar="SAVE", help="the --save folder of a run")
     parser.add_argument(

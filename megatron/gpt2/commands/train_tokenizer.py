@@ -37,7 +37,7 @@ def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterab
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's)."""
+    """Run the command line `argv` (default: sys.argv[1:])."""
     parser = Parser(description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     bpe = kinds.add_parser("bpe", help="a byte-level BPE for --tokenizer-type GPT2BPETokenizer")

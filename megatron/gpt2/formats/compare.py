@@ -16,7 +16,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, build_block_config,
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
 PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
-CHUNK = 1 << 20  # The comparison reads this number of elements at a time.
+CHUNK = 1 << 20  # elements that the comparison reads at a time
 SEQUENCES, LENGTH = 2, 32
 
 

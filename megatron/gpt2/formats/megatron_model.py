@@ -37,7 +37,7 @@ from megatron.gpt2.pipeline.schedule import (
 )
 from mpu.partition import PartitionSpec
 
-# The last stage has a copy of the tied word embeddings. Megatron Core calls it output_layer.weight.
+# The last pipeline stage has a copy of the tied word embeddings. Megatron Core calls it output_layer.weight.
 EMBEDDINGS_FOR_HEAD = "word_embeddings_for_head.weight"
 TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key, which Megatron does not read.
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
@@ -61,7 +61,7 @@ NATIVE_WORDS = {core_word: word for word, core_word in MEGATRON_CORE_WORDS.items
     "final_norm": "final_layernorm",
 }
 SKIPPED_WORDS = ("module", "language_model", "embedding")
-# {Megatron Core's name of a layer norm: its name with Transformer Engine and in torch_dist}
+# {name of a layer norm in Megatron Core: its name with Transformer Engine and in torch_dist}
 FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",

@@ -29,11 +29,11 @@ from megatron.gpt2.monitor.log_lines import perplexity
 
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "HELLASWAG", "TEXT")
 DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}
-ENDINGS = 4  # A question of HellaSwag has this number of endings.
+ENDINGS = 4  # endings of a question of HellaSwag
 OVERLAPPING_EVAL = 32  # Megatron has this default for its tasks.
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 
-Metrics = dict[str, Any]  # The values are int or float.
+Metrics = dict[str, Any]  # {name: int or float}
 
 
 @dataclass(frozen=True)

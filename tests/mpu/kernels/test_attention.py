@@ -48,7 +48,7 @@ def check_formula(attention: Callable[[Tensor], Tensor], s: int, d: int, keep: T
         with torch.no_grad():
             without = attention(x)
         for a, e in ((got, expected), (without, expected), *zip(d_got.unbind(3), d_expected.unbind(3), strict=True)):
-            if e.norm() > 0:  # The first token's softmax is constant, so its query and key have no gradient.
+            if e.norm() > 0:  # The first token's softmax is 1, so its query and key have no gradient.
                 assert (a.double() - e).norm() <= bound * e.norm(), (dtype, s)
 
 

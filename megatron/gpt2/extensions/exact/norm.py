@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpu.initialize import get_parallel_state
 
-SHARD_ALIGNMENT = 64  # Each shard of a gradient buffer starts at a multiple of this number of elements.
+SHARD_ALIGNMENT = 64  # Each shard of a gradient buffer starts at a multiple of 64 elements.
 _BITS = 27  # the bits of a square in each of the two integer sums: 2^35 squares do not overflow an int64
 _ELEMENTS_AT_ONCE = 1 << 24  # the elements that are squared at the same time
 

@@ -147,7 +147,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[RankRecord]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     print_help("prove_order", words, __doc__)
     launch, rest = parse_launch_flags(words)

@@ -38,7 +38,7 @@ BACKEND = "recorded"  # the name of the backend in torch.distributed
 # Results with at most this number of elements are the same on all ranks. Results of bytes always are, because torch
 # sends Python objects as bytes.
 KEPT = 1 << 14
-DEPTH = 3  # A call is described by this number of lines of the program, starting at the innermost one.
+DEPTH = 3  # number of lines of the program, from the innermost line, that describe a call
 # (first address, address after the last byte, whether the memory is written)
 MemoryRange = tuple[int, int, bool]
 
@@ -238,7 +238,7 @@ class CallRecorder(TorchDispatchMode):
             pair = (rank, arguments[1]) if name == "send" else (arguments[1], rank)
             members, key = tuple(ranks[member] for member in pair), ("message", arguments[2])
             written, read = ([], first) if name == "send" else (first, [])
-        elif name in ("gather", "scatter"):  # Only the root has the other list.
+        elif name in ("gather", "scatter"):  # Non-root ranks have only one list.
             compared = read if name == "gather" else written
         elif name == "all_to_all" and any(arguments[2:4]):  # The parts have different sizes.
             compared, options = [], [f"{read[0].dtype}"]

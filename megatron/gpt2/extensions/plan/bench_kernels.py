@@ -51,7 +51,7 @@ PRODUCTS = tuple(
 ELEMENTS = (1 << 8, 1 << 16, 1 << 19, 1 << 21)
 ATTENTION = (4, 8, 256, 64)  # batch size, heads, sequence length, head size
 BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
-LONGEST = 0.5  # If a collective takes longer than this number of seconds, larger sizes are not measured.
+LONGEST = 0.5  # seconds of a collective above which larger sizes are not measured
 COLLECTIVES = {
     "all_reduce_sum": "all_reduce",
     "all_gather": "all_gather",
@@ -245,5 +245,5 @@ def bench_kernels(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     return run_program(bench_kernels, argv)

@@ -1,4 +1,5 @@
-"""Print the parameters and the memory of one rank of a training run, by part. Nothing is started or allocated:
+"""Print the parameters and the memory of one rank of a training run, by part. The program starts no run and allocates
+no tensors:
 
     python tools/plan.py --model 345m --device cuda                           # any flags of pretrain_gpt2.py
     python tools/plan.py --model 1.5b --device cuda --ranks 8 --memory-gb 40  # what fits into 40 GB (2^30 bytes) a rank
@@ -324,7 +325,7 @@ def print_search(config: Config, cluster: Cluster, options: argparse.Namespace, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
         words = ["--help"]  # Print the help of plan.py, not of pretrain_gpt2.py.

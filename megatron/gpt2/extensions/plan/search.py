@@ -32,14 +32,14 @@ from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
 RECOMPUTES = ("none", "selective", "full")
 MODEL_PARALLEL = (1, 2, 4, 8)  # `layouts` yields these tensor-parallel sizes.
 LARGEST_MICRO_BATCH = 16
-TRIES = 4  # `search` traces at most this number of layouts for each layout that it returns.
+TRIES = 4  # `search` traces at most 4 layouts for each layout that it returns.
 DAY = 86400.0
 # `quick_seconds` uses the following constants.
 # The element-wise kernels of a layer read and write this number of hidden states. All tensor-parallel ranks move the
 # first number, and they share the second one.
 REPLICATED, SPLIT = 30, 32
 KERNELS = 60  # kernels of a layer, forward and backward
-GRADIENT_BYTES = 8  # A micro-batch reads and writes this number of bytes per parameter to sum its gradients.
+GRADIENT_BYTES = 8  # bytes per parameter that a micro-batch reads and writes to sum its gradients
 SUM_BYTES = 3  # An all-reduce of 3 bytes is as long as a reduce-scatter of float32 and an all-gather of 16 bits.
 # --recompute-granularity selective, --partition-activations and --checkpoint-in-cpu lengthen a step by these shares.
 SELECTIVE, PARTITIONED, OFFLOADED = 0.02, 0.01, 0.01

@@ -60,7 +60,7 @@ def measured_spans(number: int, trace: dict[str, Any], start: float) -> Iterator
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: this process's)."""
+    """Run the command line `argv` (default: sys.argv[1:])."""
     parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page")
     parser.add_argument("--cluster", metavar="NAME", help="a file of clusters/")

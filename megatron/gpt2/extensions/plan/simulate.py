@@ -86,7 +86,7 @@ class Job(NamedTuple):
 
     queue: "compute", a kind of communication, or "" for a wait.
     number: `Call.number`, which connects a wait with the call that it waits for.
-    group: the group of its communicator.
+    group: the ranks of the collective's communicator.
     busy: seconds in which a collective occupies the processor that computes.
     """
 

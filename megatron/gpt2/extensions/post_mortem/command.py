@@ -27,7 +27,7 @@ from megatron.gpt2.monitor.html_report import HISTORY, METRICS
 from megatron.gpt2.monitor.incidents import ENDED, FOLDER, read_incidents, read_records
 from megatron.gpt2.monitor.log_lines import align_rows
 
-MAX_EARLIER = 3  # At most this number of earlier causes is shown.
+MAX_EARLIER = 3  # the most earlier causes that are shown
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _continuation(folder: Path, settings: Mapping[str, Any], reached: int, verif
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     parser = Parser(prog="post_mortem", description=__doc__)
     parser.add_argument("save", metavar="RUN", help="the --save folder of a run")
     parser.add_argument("--verify", action="store_true", help="hash every byte of the checkpoints")

@@ -15,8 +15,8 @@ from megatron.gpt2.monitor.incidents import INCIDENT_DEFAULTS
 
 Incident = Mapping[str, Any]
 
-START_WINDOW = 600.0  # All ranks of an attempt start within this number of seconds.
-KILL_WINDOW = 2.0  # A scheduler ends all ranks within this number of seconds.
+START_WINDOW = 600.0  # seconds within which all ranks of an attempt start
+KILL_WINDOW = 2.0  # seconds within which a scheduler ends all ranks
 # A stack with a line that matches this pattern was recorded in the data loader.
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
 NOT_A_CRASH = {"", "SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}  # no signal, or one that asks a run to stop

@@ -333,7 +333,7 @@ def preflight(words: Sequence[str], rank_info: RankInfo, log: Log) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     print_help("preflight", words, __doc__)
     return run_program(preflight, words)

@@ -40,7 +40,7 @@ PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-BODY_SECONDS = 30.0  # The body of a request must arrive within this number of seconds.
+BODY_SECONDS = 30.0  # seconds within which the body of a request must arrive
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

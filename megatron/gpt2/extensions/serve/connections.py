@@ -10,9 +10,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-GRACE = 2  # When the server stops, open connections have this number of seconds to end.
-CONNECTIONS = 512  # At most this number of connections is open.
-# A client must send the headers of a request, and read waiting bytes of an answer, within this number of seconds.
+GRACE = 2  # seconds that open connections have to end when the server stops
+CONNECTIONS = 512  # the most connections that are open
+# seconds within which a client must send the headers of a request, and read waiting bytes of an answer
 IDLE_SECONDS = 10.0
 
 

@@ -37,7 +37,7 @@ class ApiError(Exception):
         self.param, self.code, self.status = param, code, status
 
     def json(self) -> dict[str, Any]:
-        """Return the body of the answer, in OpenAI's form. `message` is for Megatron's client."""
+        """Return the body of the answer, in OpenAI's form. Megatron's client reads `message`."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code},

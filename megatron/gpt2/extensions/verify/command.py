@@ -203,8 +203,8 @@ class RankReport(NamedTuple):
 
 
 def run_layout(layout: LayoutSpec, task: RankTask) -> list[RankReport]:
-    """Run the task on all ranks of a layout, and return their reports. If a rank fails, this program ends with the
-    rank's exit code."""
+    """Run the task on all ranks of a layout, and return their reports. If a rank fails, verify ends with the rank's
+    exit code."""
     task.out.mkdir(parents=True, exist_ok=True)
     launch = Launch(world_size=layout.world_size, local=(0, layout.world_size), ranks_to_start=layout.world_size)
     if code := start_ranks(functools.partial(run_program, functools.partial(run_task, task)), layout.words, launch):
@@ -325,7 +325,7 @@ def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Te
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's). Return the exit code."""
+    """Run the command line `argv` (default: sys.argv[1:]). Return the exit code."""
     configure_output(line_buffering=True)
     options = parse_options(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory(prefix="verify_", dir=options.scratch) as scratch:

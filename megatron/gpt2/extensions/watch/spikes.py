@@ -18,8 +18,8 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.train.trainer import Trainer
 
-WINDOW = 10  # The median is over at most this number of log lines.
-MIN_LOSSES = 3  # The median needs at least this number of log lines.
+WINDOW = 10  # the most log lines for the median
+MIN_LOSSES = 3  # the fewest log lines for the median
 MAX_REWINDS = 3  # A process does not rewind more often, because the cause is probably not in the samples.
 
 

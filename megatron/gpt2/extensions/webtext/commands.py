@@ -1,4 +1,4 @@
-"""The programs of tools/openwebtext. Each program parses its flags (default: this process's) and runs one step.
+"""The programs of tools/openwebtext. Each program parses its flags (default: sys.argv[1:]) and runs one step.
 
 For bad input or a bad flag, a program raises ValueError or FileNotFoundError with a message of one line.
 """

@@ -156,8 +156,8 @@ def duplicate_pairs(
 
 
 def find_pairs(run: StepRun) -> None:
-    """Find pairs of similar documents from the signatures of all inputs. `args.document_files` has, for each input, the
-    file that the offsets refer to."""
+    """Find pairs of similar documents from the signatures of all inputs. For each input, `args.document_files` has the
+    file to which offsets refer."""
     args = run.args
     signatures = [
         np.memmap(path, "<u8", "r").reshape(-1, COLUMNS) if path.stat().st_size else np.empty((0, COLUMNS), "<u8")

@@ -134,7 +134,8 @@ def ranks_of(layout: ParallelLayout, dtype: torch.dtype, muon: bool = False) -> 
 
 
 def global_state(muon: bool = False) -> dict[tuple[str, str], Tensor]:
-    """Return random global tensors without padding in float32, by kind and name. Muon's matrices have one moment."""
+    """Return random global tensors without padding in float32, by kind and name. With `muon`, matrices have only the
+    first moment."""
     draw = torch.Generator().manual_seed(1)
     (rank,) = ranks_of(ParallelLayout(1, 1), torch.float32)
     shapes = {name: spec.global_shape for name, spec in mpu.partition_specs(rank.model).items()}

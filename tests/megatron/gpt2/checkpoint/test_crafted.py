@@ -1,5 +1,5 @@
-"""Crafted checkpoints with correct hashes, as an attacker could make them. Each must cause an error in one line,
-quickly and with little memory, and no code in it may run.
+"""Crafted checkpoints with correct hashes, as an attacker could make them. Each checkpoint must cause an error in one
+line, quickly and with little memory, and must execute no code.
 
 A manifest of version 1 contains the list of files and slices, which later versions have in tables. The reader parses
 the list of both versions with the same function. The tests therefore change the list in a manifest of version 1.

@@ -59,7 +59,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str
     )
     rendezvous.store.set(f"done/{rank}", "")
     rendezvous.store.wait([f"done/{other}" for other in range(world_size)])
-    # Each name of a gather can be used once in a run.
+    # A new prefix, because `gather` accepts each name once in a run.
     rendezvous = Rendezvous(PrefixStore("again", store), None, rendezvous.hosts, alive)
     ranks = RankInfo(rank, world_size, *place, rendezvous=rendezvous)
     at = assemble_local_checkpoint(str(folder), str(own), 2, ranks, logged.append)

@@ -73,7 +73,7 @@ def continued(
     return [c.ids for c in made]
 
 
-@pytest.mark.usefixtures("model")  # The fixture initializes the groups.
+@pytest.mark.usefixtures("model")  # The fixture `model` initializes the groups.
 def test_greedy_equals_transformers(tmp_path: Path) -> None:
     """Generate 100 tokens for each of 20 prompts of different lengths in one batch."""
     ours = endless(GPT2Model(dataclasses.replace(CONFIG, max_position_embeddings=160)))
@@ -118,7 +118,7 @@ def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], l
 def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     """Return the errors on this rank when the driver fails between forward passes, or is interrupted in one."""
     mpu.initialize_model_parallel(world_size)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell lets background jobs ignore SIGINT.
     model, ends = GPT2Model(CONFIG), list[tuple[str, str]]()
     for error in (ZeroDivisionError("divided"), FileNotFoundError("gone"), None):
         if error is None and rank == 0:

@@ -106,7 +106,7 @@ RATIOS: dict[str, list[tuple[float, float, float]]] = {
 @pytest.mark.parametrize("m", [4, 8, 16])
 @pytest.mark.parametrize("p", [2, 4])
 def test_a_step_is_as_long_as_published(p: int, m: int):
-    """A step takes this time even if a rank waits for its sends, because no rank waits for a busy partner."""
+    """A step takes the published time even if a rank waits for its sends, because no rank waits for a busy partner."""
     for schedule in (one_forward_one_backward(p, m), interleaved(p, 2, m), interleaved(p, 4, m), zero_bubble(p, m)):
         for forward, backward, weight in RATIOS[schedule.name]:
             costs = uniform_costs(schedule, forward, backward, weight)

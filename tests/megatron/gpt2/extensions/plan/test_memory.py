@@ -290,7 +290,7 @@ def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     # The layout that is proposed first fits.
     again = plan_as_json(capsys, f"{flags} {fits['cheapest'][0]['flags']}")
     assert again["fits"]["as_asked"] and again["memory"]["total"] == fits["cheapest"][0]["bytes"]
-    # The 25 heads cannot be divided and a whole model does not fit, so only pipelines remain.
+    # GPT-2 1.5B has 25 heads, which 8 ranks cannot share, and a whole model does not fit, so only pipelines remain.
     few = "--micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --memory-gb 9"
     best, *others = plan_as_json(capsys, f"--model 1.5b --device cuda --ranks 8 {few}")["fits"]["cheapest"]
     assert "--pipeline-model-parallel-size" in best["flags"]

@@ -154,7 +154,7 @@ def test_search_group_and_removal(tmp_path: Path):
         index = len(one & two) / len(one | two)
         assert index >= 0.85 and json.loads(line)["jaccard"] == pytest.approx(index, abs=1e-4)
     left = [json.loads(line)["text"] for name in "ab" for line in (tmp_path / f"out/{name}.jsonl").open()]
-    families = [family for _, family in documents]  # The first of each family stays, in the order of the input.
+    families = [family for _, family in documents]  # The first document of each family stays, in order.
     assert left == [text for n, (text, family) in enumerate(documents) if family == 99 or families.index(family) == n]
 
     with pytest.raises(ValueError, match="search it for duplicates first"):
