@@ -60,7 +60,7 @@ def flags_page() -> str:
             "",
             "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. Defaults are in brackets;",
             "presets (`--model`) and the quickstart change some. `--bert-*` stands for all flags with this beginning.",
-            "Flags of Megatron-LM, Megatron-DeepSpeed and BigScience that are not here have no effect on GPT-2.",
+            "A run ignores flags of Megatron-LM, Megatron-DeepSpeed and BigScience that are not here, and prints why.",
             "",
             f"- `--model`: {MODEL_HELP}",
             f"- `--config`: {CONFIG_HELP}",
