@@ -275,8 +275,11 @@ def plan_fits(plan: MemoryInputs, budget: int) -> tuple[dict[str, Any], list[str
     if least:
         lines.append(f"  no layout on these ranks fits; the smallest needs {in_mb(least.bytes)} MB: {least.flags}")
     else:
-        lines += ["  cheapest layouts of the same global batch:", f"  {'MB':>10}{'slower':>8}  flags to add"]
-        lines += [f"  {in_mb(size):>10}{slower:>8.0%}  {flags or '(none)'}" for flags, size, slower in found]
+        lines += ["  cheapest layouts of the same global batch:", f"  {'MB':>10}{'step':>13}  flags to add"]
+        lines += [
+            f"  {in_mb(size):>10}{abs(slower):>6.0%} {'faster' if slower < 0 else 'slower'}  {flags or '(none)'}"
+            for flags, size, slower in found
+        ]
     return {
         "budget": budget,
         "as_asked": fits,
