@@ -101,7 +101,7 @@ def is_plain(value: object) -> bool:
 
 
 def is_broken(error: Exception) -> bool:
-    """Return True if all CUDA calls after this error fail. After an out-of-memory error, later calls work."""
+    """Return True if all CUDA calls fail after `error`. After an out-of-memory error, later calls work."""
     return not isinstance(error, torch.cuda.OutOfMemoryError) and "CUDA error" in str(error)
 
 

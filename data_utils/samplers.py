@@ -254,8 +254,8 @@ class BatchLoader:
         """Prepare the step that begins after `consumed` samples."""
         size, micro = self._schedule.size(consumed), self._micro_batch_size
         starts = micro_batch_starts(size, micro, self._rank, self._ranks, contiguous=self._contiguous)
-        offsets = (starts[:, None] + np.arange(micro)).ravel()  # the offsets of this rank's samples within the step
-        if not self._ordered:  # Permute the samples of many steps of this size at once.
+        offsets = (starts[:, None] + np.arange(micro)).ravel()  # the offsets of the rank's samples within a step
+        if not self._ordered:  # Permute the samples of many equal steps at once.
             steps = next(self._schedule.spans(consumed))[: -(-PERMUTED_AT_ONCE // len(offsets))]
             numbers = (np.array(steps)[:, None] + offsets).ravel()
             self._ordered.extend(self._order(numbers).reshape(len(steps), -1))

@@ -273,8 +273,8 @@ def build_splits(
 
 
 def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _TokenSource:
-    """Open a token file. The key is a hash of the index, the size, and the first and last tokens. Raises ValueError if
-    a different tokenizer made the file."""
+    """Open a token file. The source's key is a hash of the index, the size, and the first and last tokens. Raises
+    ValueError if a different tokenizer made the file."""
     try:
         dataset = open_token_file(path, tokenizer.eod)
         dataset.check_tokenizer(tokenizer)

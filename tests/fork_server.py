@@ -126,7 +126,7 @@ def serve(address: str) -> list[str]:
             if ready is not listener:
                 holders.remove(ready)
                 if not holders:
-                    os.killpg(0, signal.SIGTERM)  # The signal goes to this process and the watchers.
+                    os.killpg(0, signal.SIGTERM)  # End the server and the watchers.
                 continue
             client, _ = listener.accept()
             what, streams, _, _ = socket.recv_fds(client, 5, 3)

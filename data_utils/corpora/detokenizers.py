@@ -1,7 +1,7 @@
 """Convert word-level benchmark texts back to ordinary text, by Megatron's rules.
 
-Published scores were made with these rules. The rules are kept unchanged, including their errors (PTB's " N " loses its
-space).
+Published scores were made with Megatron's rules, so the rules stay unchanged, including their errors (PTB's " N " loses
+its space).
 """
 
 import re

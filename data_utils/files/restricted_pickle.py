@@ -32,7 +32,7 @@ class PickledObject:
     state: Any = None
 
     def attributes(self) -> dict[str, Any]:
-        """Return the object's attributes by name, or an empty dictionary if its state is not a dictionary."""
+        """Return the object's attributes by name, or {} if its state is not a dictionary."""
         return self.state if isinstance(self.state, dict) else {}
 
 

@@ -60,16 +60,16 @@ class FakeStream:
         self.known: defaultdict[int, int] = defaultdict(int)
 
     def wait_event(self, event: FakeEvent | FakeStream) -> None:
-        """Make later operations of this stream wait for the event."""
+        """Make later operations of the stream `self` wait for the event."""
         for number, work in event.known.items():
             self.known[number] = max(self.known[number], work)
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """Make later operations of this stream wait for all operations of `stream` so far."""
+        """Make later operations of the stream `self` wait for all earlier operations of `stream`."""
         self.wait_event(stream.record_event())
 
     def record_event(self) -> FakeEvent:
-        """Return an event with the operations of this stream until now."""
+        """Return an event with the stream's operations until now."""
         event = FakeEvent()
         event.record(self)
         return event
@@ -275,7 +275,7 @@ def patched_cuda() -> Iterator[None]:
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-ALLOCATION = 512  # CUDA's caching allocator rounds each tensor up to a multiple of this number of bytes.
+ALLOCATION = 512  # CUDA's caching allocator rounds each tensor up to a multiple of 512 bytes.
 
 # The host may wait for an event that this number of operations follows, because the device then has enough work.
 ENOUGH_QUEUED = 200
@@ -624,7 +624,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def traffic(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
-    """Return the minimum number of bytes that a kernel of this operator reads and writes."""
+    """Return the minimum number of bytes that the kernel of an operator reads and writes."""
     size = [x.numel() * x.element_size() for x in given]
     written = sum(x.numel() * x.element_size() for x in made)
     if name in ("fill_", "zero_"):

@@ -174,7 +174,7 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
 class Assembled(NamedTuple):
     """The report of ptxas for a kernel.
 
-    registers: of a thread.
+    registers: number of registers of a thread.
     spilled: bytes of register spills, stores and loads.
     stack: bytes of the stack.
     """

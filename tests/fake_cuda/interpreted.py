@@ -113,7 +113,7 @@ def combined(stats: Tensor) -> Tensor:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("h, heads, dtype", list(zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True)))
 def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch.dtype, dropout: float):
-    """Compare the output and the gradients of two layers with those of two plain layers in float64."""
+    """Compare the output and the gradients of two layers with the results of two plain layers in float64."""
     mpu.initialize_model_parallel(1)
     config = mpu.TransformerConfig(h, heads, 2 * h + 1, hidden_dropout=dropout, gelu="erf" if dropout else "tanh")
     plain, fused = (layer.to(dtype) for layer in test_layer.build_layers(config))

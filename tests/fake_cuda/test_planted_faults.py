@@ -1,4 +1,4 @@
-"""Each planted fault is found by one of the checks of this folder."""
+"""A check in tests/fake_cuda finds each planted fault."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Fault:
 
 
 def plant(*faults: Fault) -> None:
-    """Patch this process and its future children, so that the faults happen there. The faults of earlier calls no
-    longer happen."""
+    """Patch this process and its future children, so that `faults` happen there, and no faults of earlier calls of
+    `plant`."""
 
     def step(trainer: Trainer) -> None:
         for fault in faults:
@@ -98,7 +98,7 @@ def machine(trainer: Trainer) -> None:
 
 
 def hold(trainer: Trainer) -> None:
-    """Block the rank until a signal asks it to stop. With --elastic, the launcher sends this signal when a machine
+    """Block the rank until a signal asks it to stop. With --elastic, the launcher sends a signal when a machine
     joins."""
     while not trainer.stop_signal._requested:
         time.sleep(0.01)
@@ -131,7 +131,7 @@ def full(trainer: Trainer) -> None:
 
 
 def nan(trainer: Trainer, name: str = "") -> None:
-    """Put a NaN into the gradient of a parameter, by default the last one, in all later steps of this rank."""
+    """Put a NaN into the gradient of a parameter, by default of the last parameter, in all later steps of the rank."""
     parameters = dict(trainer.state.model.named_parameters())
     parameter = parameters[name or list(parameters)[-1]]
 

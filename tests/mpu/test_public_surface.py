@@ -28,7 +28,7 @@ ABSENT = {name for name in OF_2019 if name.startswith(("Bert", "GPT2"))}
 
 
 def test_public_names_are_those_of_2019_and_of_the_page() -> None:
-    """docs/reference/mpu.md lists the names that were added later, and those of 2019 that do not exist."""
+    """docs/reference/mpu.md lists the names that were added later, and the names of 2019 that do not exist."""
     page = (ROOT / "docs" / "reference" / "mpu.md").read_text(encoding="utf-8")
     listed = page.partition("## Names added after 2019")[2].partition("\nOlder names")[0]
     later = set(re.findall(r"`(\w+)(?:\(.*?\))?`", listed))

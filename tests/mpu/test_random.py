@@ -22,7 +22,7 @@ from tests.mpu.test_cross_entropy import MemoryCounter
 
 
 def draws(rank: int, world_size: int, model_parallel_size: int) -> tuple[list[float], list[float]]:
-    """Return random numbers of this rank from the default generator and from the tracker."""
+    """Return the rank's random numbers from the default generator and from the tracker."""
     mpu.initialize_model_parallel(model_parallel_size)
     mpu.model_parallel_cuda_manual_seed(1234)
     shared = torch.rand(4).tolist()

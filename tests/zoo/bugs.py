@@ -1,4 +1,4 @@
-"""Published bugs of parallel training, each as a small change of this program, and as many harmless changes.
+"""Published bugs of parallel training, each as a small change of the program, and an equal number of harmless changes.
 
 A change is a function that gets a pytest.MonkeyPatch, which undoes the change. The ranks with the change call this
 function before they build their run.

@@ -41,7 +41,7 @@ def run_flags(folder: Path, flags: str) -> str:
 
 
 def trace_of(flags: str) -> str:
-    """Return the name of the trace with which a run with these flags is compared."""
+    """Return the name of the trace with which a run with `flags` is compared."""
     return "trace_eod" if EOD_MASK in flags else "trace"
 
 

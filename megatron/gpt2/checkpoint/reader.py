@@ -153,8 +153,8 @@ def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
 def file_header(
     file: str, iteration: int, slices: Mapping[str, tuple[torch.dtype, TensorSlice]]
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the safetensors header of `file` with these `slices`, the first byte of each key's values in file order,
-    and the file's size. Tensors of wide dtypes are first in the file, so that every tensor is aligned."""
+    """Return the safetensors header of `file` with `slices`, the first byte of each key's values in file order, and the
+    file's size. Tensors of wide dtypes are first in the file, so that every tensor is aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "file": file, "iteration": str(iteration)}}
     starts: dict[str, int] = {}
     end = 0

@@ -54,7 +54,7 @@ class NoValidCheckpoint(ValueError):
 class FolderInUse(ValueError):
     """Raised if another process uses the folder.
 
-    exit_code: the exit code of this process.
+    exit_code: the exit code of a process that the error ends.
     """
 
     exit_code = 2

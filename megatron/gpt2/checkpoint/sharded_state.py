@@ -117,7 +117,7 @@ def _rng_prefix(parallel: mpu.ParallelState) -> str:
 
 
 def rng_state_dict(parallel: mpu.ParallelState, device: torch.device) -> dict[str, ShardedTensor]:
-    """Return the states of this rank's random generators: of the CPU, of the GPU if `device` is one, and of mpu's
+    """Return the states of the rank's random generators: of the CPU, of the GPU if `device` is one, and of mpu's
     tracker."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":

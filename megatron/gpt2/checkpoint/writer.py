@@ -10,8 +10,7 @@ file. No step is a collective operation. A crash before the latest-iteration fil
 earlier checkpoints unchanged.
 
 `save_id` consists of `start_id` (saver.py) and the number of the save, so it is equal on all ranks and different in
-every save. The files of a crashed save are therefore in a different folder. Rank 0 removes such folders in the next
-save.
+every save. A crashed save therefore leaves a separate folder, which rank 0 removes in the next save.
 """
 
 import contextlib
@@ -251,8 +250,8 @@ def sync_folders(folder: Path) -> None:
 def remove_old_checkpoints(directory: Path, iteration: int, keep_last: int | None, log: Log) -> None:
     """Remove iterations before `iteration`, which is committed, except the newest `keep_last` - 1. None keeps all.
 
-    Newer iterations and folders renamed to `.old-N` stay: the user decides about them. A folder is first renamed to a
-    temporary name, so that no load opens it while it is removed. The next save removes such folders.
+    Newer iterations and folders renamed to `.old-N` stay: the user decides about them. Before its removal, a folder
+    gets a temporary name, so that no load opens it. The next save removes folders with temporary names.
     """
     older = [folder for number, folder in list_iterations(directory) if number < iteration]
     try:

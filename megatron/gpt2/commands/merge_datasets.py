@@ -14,7 +14,8 @@ GPT2_EOD = 50256
 
 
 def expand_folders(inputs: list[str]) -> list[str]:
-    """Replace each folder in `inputs` by the prefixes of its pairs. Raises FileNotFoundError if a folder has none."""
+    """Replace each folder in `inputs` by the prefixes of its pairs. Raises FileNotFoundError for a folder without
+    pairs."""
     found = []
     for name in inputs:
         if not Path(name).is_dir():

@@ -122,8 +122,8 @@ class ForeignCheckpoint(BaseCheckpoint):
     weights: the weights by our names, with the model's shapes. Padding rows of the word embeddings are left out.
     left_out: one line for each part of the files that this object does not contain.
     read_optimizer: returns moments, metadata, and masters if they are not the weights; may append lines to `left_out`.
-        None if the files have no optimizer state. The state is left out, with a line that contains `problem`, if
-        reading fails or if a master, rounded to the dtype of its weight, is not equal to the weight.
+        `read_optimizer` is None if the files have no optimizer state. The state is left out, with a line that contains
+        `problem`, if reading fails or if a master, rounded to the dtype of its weight, is not equal to the weight.
 
     Raises ValueError for weights that are not floating-point.
     """

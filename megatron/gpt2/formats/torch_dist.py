@@ -95,7 +95,7 @@ BUCKET = re.compile(
 )
 STATE_NAMES = {"master": "param", **{moment: moment for moment in MOMENTS}}
 ALIGNMENT = 64
-# A layer's modules have this order in Megatron Core, with its own layers and with those of Transformer Engine.
+# the orders of a layer's modules in Megatron Core: with its own layers, and with layers of Transformer Engine
 _LAST_MODULES = ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 MODULE_ORDERS = (
     ("input_layernorm", "attention.dense", *_LAST_MODULES),

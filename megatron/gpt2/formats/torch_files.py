@@ -59,8 +59,8 @@ STORAGES = {
     f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in STORAGE_DTYPES.items()
 }
 TORCH_DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
-# Files of real programs contain these names. The reader builds tensors and ordered dictionaries, reads the attributes
-# of loss scalers and arguments, and ignores other objects.
+# the names that files of real programs contain. The reader builds tensors and ordered dictionaries, reads the
+# attributes of loss scalers and arguments, and ignores other objects.
 ALLOWED_NAMES = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_(tensor_v2|parameter|parameter_with_state)"
     r"|torch\._tensor\._rebuild_from_type_v2|torch\.(cuda\.)?\w+Storage"
@@ -73,7 +73,7 @@ ALLOWED_NAMES = re.compile(
 )
 DCP_METADATA = ".metadata"
 MAX_METADATA_BYTES = 16 << 20
-# `.metadata` of real programs contains these names of torch's and Megatron Core's classes.
+# the names of torch's and Megatron Core's classes that `.metadata` of real programs contains.
 ALLOWED_DCP_NAMES = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties"
     r"|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo"

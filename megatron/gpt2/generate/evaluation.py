@@ -182,7 +182,7 @@ def _clean_wikihow(text: str) -> str:
 
 
 def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, *, batch_size: int) -> Metrics:
-    """Return the metrics by name: loss [nats per token], perplexity and those of the task; equal on every rank.
+    """Return the metrics by name: loss [nats per token], perplexity and the task's metrics; equal on every rank.
 
     batch_size: windows per forward pass.
     """

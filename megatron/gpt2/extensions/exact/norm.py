@@ -18,7 +18,7 @@ _ELEMENTS_AT_ONCE = 1 << 24  # the elements that are squared at the same time
 
 def norm_block_size(virtual_ranks: int, *widths: int, device: torch.device) -> int:
     """Return the largest number of successive elements that no boundary between virtual ranks splits, for weights of
-    these widths. Return 1 for a GPU, where the bits of a reduction depend on the number of blocks."""
+    the given widths. Return 1 for a GPU, where the bits of a reduction depend on the number of blocks."""
     return 1 if device.type == "cuda" else math.gcd(SHARD_ALIGNMENT, *(width // virtual_ranks for width in widths))
 
 

@@ -1,9 +1,10 @@
 """Gradients summed over micro-batches and data-parallel ranks along one binary tree.
 
 The bits of the sum do not depend on the number of data-parallel ranks or on the buckets. The leaves of the tree are the
-micro-batches of the global batch. A rank has successive leaves. As in `sums.tree_sum`, an even number of leaves is
-split into halves, and an odd number is added from left to right. With 2^j ranks, each rank sums one subtree. With any
-other number of ranks, the leaves of a rank form several subtrees, and the rank sends the sum of each subtree.
+micro-batches of the global batch. The micro-batches of a rank are successive leaves. As in `sums.tree_sum`, an even
+number of leaves is split into halves, and an odd number is added from left to right. With 2^j ranks, each rank sums one
+subtree. With any other number of ranks, the leaves of a rank form several subtrees, and the rank sends the sum of each
+subtree.
 """
 
 import functools
@@ -133,14 +134,14 @@ class ExactBucketReducer(BucketReducer):
         return bucket[part].view_as(self._buffer.parameters[name])
 
     def _bucket(self, index: int) -> Tensor:
-        """Return the gradients of a bucket. The index after the last bucket belongs to the embedding's gradient."""
+        """Return the gradients of a bucket. `index` = number of buckets means the embedding's gradient."""
         if index < len(self._buffer.buckets):
             return self._buffer.bucket_grads(index)
         assert self._embedding_grad is not None
         return self._embedding_grad
 
     def _bucket_sums(self, index: int) -> list[Tensor]:
-        """Return the finished partial sums of this rank, each as long as the bucket."""
+        """Return the rank's finished partial sums of a bucket, each as long as the bucket."""
         last, names = self._bucket(index), [name for name, at in self._bucket_of.items() if at == index]
         before = [torch.zeros_like(last) for _ in self._waiting[names[0]]]
         for name in names:

@@ -52,11 +52,11 @@ class VirtualRanks:
         self.num_partial_sums = 1 if ranks & (ranks - 1) == 0 else self.per_rank
 
     def partial_sums(self, terms: Sequence[Tensor]) -> Tensor:
-        """Sum the terms of this rank as far as the tree allows: V/tp of [...] -> [k, ...], k = `num_partial_sums`."""
+        """Sum the rank's own terms as far as the tree allows: V/tp of [...] -> [k, ...], k = `num_partial_sums`."""
         return tree_sum(terms).unsqueeze(0) if self.num_partial_sums == 1 else torch.stack([x.float() for x in terms])
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of this rank's partial sums. Only the complete sum is rounded to `dtype`."""
+        """Return the dtype of partial sums. Only the complete sum is rounded to `dtype`."""
         return dtype if self.group is None else torch.float32
 
     def all_reduce(self, partial_sums: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class VirtualRanks:
 def sum_over_sequence(virtual: VirtualRanks, sum_of_slice: Callable[[slice], Tensor], length: int) -> Tensor:
     """Sum over the sequence in float32, in V slices.
 
-    sum_of_slice: returns the sum over a slice of this rank's `length` positions.
+    sum_of_slice: returns the sum over a slice of the rank's `length` positions.
     virtual: the virtual ranks of the group, if the sequence is sharded over the group, and else of one rank.
     """
     size = divide(length, virtual.per_rank)

@@ -2,8 +2,8 @@
 
     python tools/prove_order.py --nproc-per-node 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 
-The flags are those of pretrain_gpt2. Each rank runs the program with a narrow model and short samples: it loads a
-checkpoint, trains two steps, evaluates, saves and generates text. Layers, micro-batches and schedule are those of the
+prove_order takes the flags of pretrain_gpt2. Each rank runs the program with a narrow model and short samples: it loads
+a checkpoint, trains two steps, evaluates, saves and generates text. Layers, micro-batches and schedule come from the
 command line. Left out are --compile, local checkpoints and a batch that grows. Nothing is sent, and your data and
 checkpoints are not read or written. The proof covers:
 

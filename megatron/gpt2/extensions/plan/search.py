@@ -43,9 +43,9 @@ GRADIENT_BYTES = 8  # bytes per parameter that a micro-batch reads and writes to
 SUM_BYTES = 3  # An all-reduce of 3 bytes is as long as a reduce-scatter of float32 and an all-gather of 16 bits.
 # --recompute-granularity selective, --partition-activations and --checkpoint-in-cpu lengthen a step by these shares.
 SELECTIVE, PARTITIONED, OFFLOADED = 0.02, 0.01, 0.01
-ZERO_BUBBLE = 1 / 3  # The share of the bubble that remains if F, B and W take equal times.
+ZERO_BUBBLE = 1 / 3  # the share of the bubble that remains if F, B and W take equal times.
 PCIE, HOST_MEMORY = 25e9, 50e9  # bytes per second
-# `cheapest_offers` assumes these machines, in round numbers: an H100, and a CPU with a few cores.
+# The machines that `cheapest_offers` assumes, in round numbers: an H100, and a CPU with a few cores.
 GPU = Cluster(
     gpus_per_node=8,
     memory=80e9,

@@ -37,7 +37,7 @@ from megatron.gpt2.pipeline.p2p_schedule import P2PMessage, build_p2p_schedule, 
 from megatron.gpt2.pipeline.schedule import Action, Kind
 
 PARTS = ("compute", "launch", "tensor", "data", "other", "pipeline")
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # matrix products of fused attention, which recomputes the scores
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # matrix products of fused attention, which recomputes the scores.
 CAUSAL = 0.5  # The share of the scores that causal attention computes.
 READS_ROWS = ("embedding", "index_select", "gather")  # The operators that read only a part of their first tensor.
 FUNCTIONS = {"gelu": 1, "gelu_backward": 2, "exp": 1, "exp_": 1}  # exponentials for each element

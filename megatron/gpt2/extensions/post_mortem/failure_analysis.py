@@ -19,7 +19,7 @@ START_WINDOW = 600.0  # seconds within which all ranks of an attempt start
 KILL_WINDOW = 2.0  # seconds within which a scheduler ends all ranks
 # A stack with a line that matches this pattern was recorded in the data loader.
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
-NOT_A_CRASH = {"", "SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}  # no signal, or one that asks a run to stop
+NOT_A_CRASH = {"", "SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}  # no signal, or a signal that asks a run to stop
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
 
 # For each kind of failure, this table gives its meaning and what to do before the run continues. The incident of an

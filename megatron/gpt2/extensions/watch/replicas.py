@@ -136,7 +136,7 @@ class ReplicaCheck(Hook):
 
 
 def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Tensor, ElementRanges]]:
-    """Yield (kind, buffer, ranges) of each one-dimensional state buffer of this rank. There is a range of elements for
+    """Yield (kind, buffer, ranges) of each one-dimensional state buffer of the rank. There is a range of elements for
     each parameter."""
     buffer = optimizer.buffer
     yield "weight", buffer.params, [(elements.start, elements.stop) for elements in buffer.ranges.values()]

@@ -35,7 +35,7 @@ SAMPLE_INTERVAL = 0.003  # the seconds between two checks of the training thread
 
 
 class LogStraggler(Hook):
-    """Compares the ranks at each log line."""
+    """Compares the ranks' step times at each log line."""
 
     def __init__(self, config: Config) -> None:
         self._wait_sampler: WaitSampler | None = None

@@ -67,7 +67,7 @@ def make_url_filter() -> Callable[[str], str | None]:
             return "neither http nor https"
         found = extract.extract_str(parts.hostname or "")
         if not found.suffix or not found.domain:
-            return "malformed"  # The URL has a local host name, or a number.
+            return "malformed"  # The host is a local name or a number.
         if found.domain in sites or f"{found.domain}.{found.suffix}" in sites:
             return "site without text"
         _, dot, extension = parts.path.rpartition("/")[2].rpartition(".")

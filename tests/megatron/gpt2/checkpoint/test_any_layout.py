@@ -50,7 +50,7 @@ class ParallelLayout(NamedTuple):
     data_parallel: int
     sharded: bool = False
     pipeline: int = 1
-    chunks: int = 1  # number of chunks of layers per rank
+    chunks: int = 1  # model chunks per rank
 
     def __str__(self) -> str:
         stages = f"_pp{self.pipeline}" + f"v{self.chunks}" * (self.chunks > 1) if self.pipeline > 1 else ""

@@ -130,7 +130,7 @@ def test_keep_last(tmp_path: Path) -> None:
         save(tmp_path, iteration, keep_last=5)
     save(tmp_path, 400, keep_last=2)
     assert list_iterations(tmp_path) == ["300", "400"]
-    # The run was rewound to 300. Newer iterations and folders renamed to .old-N are from before that, and stay.
+    # Rewind the run to iteration 300. Earlier written newer iterations, and folders renamed to .old-N, stay.
     (tmp_path / LATEST_FILE).write_text("300")
     shutil.rmtree(tmp_path / "iter_0000300" / "mp_rank_01")
     assert "now" in "".join(save(tmp_path, 300, keep_last=1, seed=5))

@@ -33,7 +33,7 @@ def read(line: str) -> Arguments:
 
 
 def saved(line: str, **changes: object) -> dict[str, dict[str, object]]:
-    """Return the configuration that a run of this command line stores, after a round trip through JSON."""
+    """Return the configuration that a run with the command line stores, after a round trip through JSON."""
     config = json.loads(json.dumps(read(line).config.as_dict()))
     config["data"]["tokenizer_type"] = config["data"]["tokenizer_type"] or "builtin"
     config["model"]["vocab_size"] = 2048

@@ -313,7 +313,7 @@ FILES |= {f"megatron: {name}": partial(with_top, change) for name, change in TOP
 FILES |= {function.__name__: function for function in (ranks_up_to_999, a_latest_file_that_leads_out)}
 
 
-# --- .metadata: streams of instructions, and genuine ones in which one thing was changed
+# --- .metadata: streams of instructions, and genuine files with one change
 
 # Functions with side effects. WAYS has the ways in which a pickle calls a function.
 ACTING = """os.system subprocess.check_call builtins.eval builtins.getattr builtins.bytearray pathlib.Path.touch

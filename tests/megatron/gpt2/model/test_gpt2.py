@@ -235,7 +235,7 @@ FULL = {"recompute_granularity": "full"}
     "world_size, dropout, how, expected",
     [
         # All-reduces: two in forward and two in backward of each layer, one in the embedding, one for the gradient of
-        # the head's input. The loss has one chunk, with one all-gather.
+        # the head's input. The loss is computed in one chunk, with one all-gather.
         (2, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         # Recomputation stops at the last tensor that backward needs: before the layer's last all-reduce, unless dropout

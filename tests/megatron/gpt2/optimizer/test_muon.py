@@ -131,7 +131,7 @@ def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> No
 
 
 def test_adamw_does_not_continue_a_run_with_muon(folder: Path) -> None:
-    """The checkpoint has no second moment of the matrices."""
+    """A checkpoint of Muon has no second moment of the matrices, which AdamW needs."""
     trainer = start(0, 1, folder, f"{MUON} --save {folder}/saved")
     trainer.checkpoints.save()
     finish(trainer)

@@ -112,8 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(rank: int, world_size: int, folder: Path, layouts: list[LayoutCase], count: int) -> list[dict[str, Any]]:
-    """Return for each layout the initial weights of this stage, the losses and norms, and the result of
-    `tied_state`."""
+    """Return for each layout the stage's initial weights, the losses and norms, and the result of `tied_state`."""
     found = []
     for number, layout in enumerate(layouts):
         trainer = start(rank, world_size, folder, f"{layout.command} --save {folder}/{world_size}_{number}")

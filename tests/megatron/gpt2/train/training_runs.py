@@ -49,14 +49,14 @@ def write_text(folder: Path, words: int = 6000) -> Path:
 def make_context(
     folder: str | Path, flags: str | Sequence[str], rank_info: RankInfo, log: Log = lambda line: None
 ) -> RunContext:
-    """Return the context of a run with these flags in `folder`, which contains text.txt."""
+    """Return the context of a run with `flags` in `folder`, which contains text.txt."""
     words = flags.split() if isinstance(flags, str) else flags
     where = ["--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache", "--save", f"{folder}/save"]
     return build_context(parse([*SMALL, *where, *words]), rank_info, log)
 
 
 def start(rank: int, world_size: int, folder: str | Path, flags: str | Sequence[str]) -> Trainer:
-    """Build the trainer of a run with these flags in `folder`."""
+    """Build the trainer of a run with `flags` in `folder`."""
     with mock.patch.object(devices, "_measure_gemm_flops", return_value=1e12):  # The measurement would take 0.3 s.
         trainer = build_trainer(
             make_context(folder, flags, RankInfo(rank, world_size, rank, world_size)), lambda line: None
@@ -86,14 +86,14 @@ def finish(trainer: Trainer) -> None:
 
 
 def snapshot(trainer: Trainer) -> dict[str, Tensor]:
-    """Return copies of this rank's weights and of its shard of the optimizer's state."""
+    """Return copies of the rank's weights and of its shard of the optimizer's state."""
     trainer.state.param_gather.finish_param_sync()
     tensors = {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}
     return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in trainer.state.optimizer.state_shards()}
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the weights of the model, or of this pipeline stage, merged over the tensor-parallel group."""
+    """Return the weights of the model, or of a pipeline stage, merged over the tensor-parallel group."""
     trainer.state.param_gather.finish_param_sync()
     specs, parallel, whole = mpu.partition_specs(trainer.state.model), trainer.parallel, {}
     for name, parameter in trainer.state.model.named_parameters():
