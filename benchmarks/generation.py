@@ -100,7 +100,7 @@ def time_by_position(model: GPT2Model, early: int, late: int, rounds: int) -> di
 
     def median(place: int) -> float:
         prompts = torch.randint(model.vocab_size, (1, place - 8))
-        ends = generate_ours(model, prompts, 16)[1][1:]  # The first time includes the reading of the prompt.
+        ends = generate_ours(model, prompts, 16)[1][1:]  # Skip the first token, whose time includes reading the prompt.
         return statistics.median(1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False))
 
     times = harness.alternate({str(place): partial(median, place) for place in (early, late)}, 2 * rounds)

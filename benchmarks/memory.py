@@ -111,7 +111,7 @@ def measure_run(run: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def measure_stage(rank: int, world_size: int, words: list[str]) -> dict[str, float]:
-    """Run a few steps as stage `rank`. Return expected and measured MB."""
+    """Run a few steps as pipeline stage `rank`. Return expected and measured MB."""
     from megatron.gpt2.config.arguments import parse
     from megatron.gpt2.dist.ranks import RankInfo
     from megatron.gpt2.extensions.plan.hook import memory_inputs

@@ -11,8 +11,8 @@ Part 5 measures only our program: 345M with dropout, recomputation and the setti
 of 8 ranks of 8.3B.
 
 First, a gate checks that all models compute the same values. Then every arm runs in a new process, in mirrored order (A
-B C C B A), on the same tokens. A visit is one run of an arm. The results are written after each visit. The same command
-continues after the last visit, unless --again is given. nanoGPT is imported from DIR.
+B C C B A), on the same tokens. A visit is one run of an arm. The results are written after each visit. A repeated
+command continues after the last visit, unless --again is given. nanoGPT is imported from DIR.
 """
 
 from __future__ import annotations

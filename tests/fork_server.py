@@ -157,7 +157,7 @@ def watch(client: socket.socket, size: int, streams: list[int]) -> list[str]:
         os.close(stream)
 
     def kill(*_: object) -> None:
-        for of in (os.killpg, os.kill):  # The command may not have its group yet.
+        for of in (os.killpg, os.kill):  # At first, the command has no process group.
             with contextlib.suppress(ProcessLookupError):
                 of(command, signal.SIGKILL)
 

@@ -22,7 +22,7 @@ from data_utils.corpora import (
 )
 
 MIN_SHARD_BYTES = 1 << 23
-MAX_SHARDS = 1024  # approximately; `cut_into_shards` makes larger shards of a larger input
+MAX_SHARDS = 1024  # Approximate: for a large input `cut_into_shards` makes larger, not more shards.
 
 Record = Any  # A record is the bytes of a line, or an object.
 

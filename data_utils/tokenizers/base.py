@@ -32,14 +32,14 @@ PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
 SPACE = "\u2581"  # SentencePiece's character for a space
 SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
-TRAINING_CHARACTERS = 100_000_000  # most characters on which a SentencePiece model is trained, about
+TRAINING_CHARACTERS = 100_000_000  # about the most characters on which a SentencePiece model is trained
 
 
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
     """Split `text` into parts of `limit` to 2 · `limit` characters, so that a huge text needs no list of all its ids.
 
-    A part ends before a single space between two other characters. Every tokenizer starts a new token there, so that
-    the ids are those of the whole text. If there is no such space, a part has 2 · `limit` characters.
+    A part ends before a single space between two other characters. Every tokenizer starts a new token at such a space,
+    so that the parts have the ids of the whole text. If there is no such space, a part has 2 · `limit` characters.
     """
     start = 0
     while len(text) - start > 2 * limit:

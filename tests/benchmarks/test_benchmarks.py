@@ -154,7 +154,7 @@ def test_a_different_peer_is_not_timed(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(WRONG_MODEL)
     code, output, result = run(tmp_path, f"train.py --preset cpu --nanogpt {tmp_path} --arms 'nanoGPT eager'")
     assert code == 1 and "THE GATE FAILED" in output
-    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # The only difference is the tanh form of GELU.
+    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # Only the form of GELU (tanh) is wrong.
     assert result["arms"]["nanoGPT eager"]["visits"] == [], "timed although the gate failed"
 
 

@@ -90,7 +90,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             made = tuple(empty(result) for result in results)
-            arguments.clear()  # Inductor's code also clears its arguments, to free tensors early.
+            arguments.clear()  # Clear arguments, as Inductor's code does, to free tensors early.
             gpu.kernels.extend(kernels)
             return made
 

@@ -96,7 +96,7 @@ def parse(output: str, folder: str) -> Iterator[Call]:
         paths = [os.fsdecode(value) for value in values]
         if name in ("write", "fsync"):
             paths = paths[:1]
-        elif "at" in name:  # The call has a folder's descriptor and a name for each path.
+        elif "at" in name:  # Calls such as renameat have a folder and a name for each path.
             paths = [os.path.join(*pair) for pair in zip(paths[::2], paths[1::2], strict=True)]
         if paths and all(f"{path}/".startswith(folder) for path in paths):
             yield Call(name, [path[len(folder) :] for path in paths], values[-1], text)
@@ -354,7 +354,7 @@ def test_no_state_is_lost_and_each_fault_is_found(
     calls = record(make, folder)
 
     def lost(calls: list[Call], seen: set[Any]) -> Iterator[str]:
-        """Check each state that is not in `seen`, and add it to `seen`. Yield the errors."""
+        """Check each state of the disk that is not in `seen`, and add the state to `seen`. Yield the errors."""
         disk = Disk()
         for call in calls:
             disk.replay(call)

@@ -200,5 +200,5 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 def saved_decay_iters(metadata: Mapping[str, Any]) -> int | None:
     """Return the iterations of the learning rate's decay if no flag set them. A run with batch ramp-up has fewer than
-    `train_iters`. None if the files of another program do not contain this number."""
+    `train_iters`. Return None for another program's files without this number."""
     return metadata.get("decay_iters", metadata.get("train_iters"))

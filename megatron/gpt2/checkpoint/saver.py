@@ -203,7 +203,7 @@ class Saver:
         self._pending = None
         if isinstance(pending.written.exception(), OSError):
             return None  # `write` has logged the error.
-        path = pending.written.result()  # raises an error of another type, even if a different rank had an OSError
+        path = pending.written.result()  # `result` raises any other error, even if a different rank had an OSError.
         if failed:
             return None
         if path.parent == self.folder:  # The checkpoint is not in best/.

@@ -227,7 +227,7 @@ def commit(
         raise OSError(f"the files were not written correctly: {error}") from error
     sync_folders(folder)
     latest_file, line = final.parent / LATEST_FILE, f"{iteration}\n".encode()
-    # The latest-iteration file is replaced last. After a crash before that, it still names the earlier checkpoint.
+    # Replace the latest-iteration file last, so that after a crash the file names the earlier checkpoint.
     new_latest_path = latest_file.with_name(f"{LATEST_FILE}.tmp-{folder.name}")  # Only this run uses this name.
     with _write_errors(latest_file, len(line)), atomic_write(latest_file, new_latest_path) as new_latest:
         new_latest.write(line)

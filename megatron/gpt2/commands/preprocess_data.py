@@ -47,7 +47,7 @@ def length_histogram(lengths: np.ndarray) -> list[str]:
     if not len(lengths):
         return []
     p10, median, p90, p99 = np.percentile(lengths, [10, 50, 90, 99])
-    # The index of a count is the number of binary digits of the lengths; 0 has no digit.
+    # counts[d]: number of lengths with d binary digits; 0 has no digit
     counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()
     first = next(number for number, count in enumerate(counts) if count)
     labels = ["0", "1", *(f"{1 << number:,}-{(2 << number) - 1:,}" for number in range(1, len(counts) - 1))]

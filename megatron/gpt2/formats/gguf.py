@@ -107,7 +107,8 @@ def write_gguf(
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None) -> str:
-    """Add the tokenizer to the file, and return "". If llama.cpp has no such tokenizer, return a text that says why."""
+    """Add the tokenizer to the file, and return "", or return a text that says why llama.cpp cannot use the
+    tokenizer."""
     if tokenizer is None:
         return "the source has none"
     if isinstance(tokenizer, SentencePieceTokenizer):

@@ -4,9 +4,9 @@ and later. Read Adam's state that DeepSpeed has sharded.
 A rank keeps fp32 masters and moments in lists without names: first weights and embeddings, then biases and layer norms,
 both in the order of the file's model.
 
-DeepSpeed's ZeRO 1 and 2 concatenate these two groups to one flat vector each. Every data-parallel rank saves an equal
-part of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters. Older
-files without `param_shapes` have the model's order.
+DeepSpeed's ZeRO 1 and 2 concatenate each group of parameters to one flat vector. Every data-parallel rank saves an
+equal part of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters.
+Older files without `param_shapes` have the model's order.
 """
 
 import itertools

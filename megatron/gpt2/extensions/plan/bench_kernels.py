@@ -63,7 +63,7 @@ CACHE_BYTES, MAX_COPIES = 96 << 20, 64
 TIMEOUT_MINUTES = 5
 SMALL = 1e-12  # A constant that the fit finds to be 0 gets this value, since a file has positive constants only.
 
-Times = dict[Any, np.ndarray]  # by kernel: [1] seconds; by collective: [2] seconds, and seconds of the processor
+Times = dict[Any, np.ndarray]  # {kernel: [seconds]} and {collective: [seconds, seconds of the processor]}
 
 
 def fit(times: Sequence[float], *columns: Sequence[float] | np.ndarray) -> list[float]:

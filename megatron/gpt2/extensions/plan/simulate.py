@@ -224,8 +224,8 @@ class Lane:
     def run(self, jobs: Sequence[Job], slowdown: Callable[["Lane"], float] | None) -> Iterator[None]:
         """Run jobs in the queues.
 
-        slowdown: the factor of the time of a kernel that starts now. If it is given, the function yields after each
-            kernel, so that other stages run until the same time.
+        slowdown: returns the factor of the time of a kernel that starts now. With `slowdown`, the function yields after
+            each kernel, so that other stages run until the same time.
         """
         for job in jobs:
             factor = 1.0 if slowdown is None else slowdown(self)

@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
         self._count = 0
         self._inside = False  # While it is True, `Tensor.device` is "meta".
         self._in_kernel = False
-        self.times = 1.0  # `Operation.times` of the next operators
+        self.times = 1.0  # the value of `Operation.times` for the next operators
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -10,9 +10,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-GRACE = 2  # seconds that open connections have to end when the server stops
-CONNECTIONS = 512  # the most connections that are open
-# seconds within which a client must send the headers of a request, and read waiting bytes of an answer
+GRACE = 2  # Seconds that open connections have to end when the server stops.
+CONNECTIONS = 512  # The most connections that are open.
+# A client must send the headers of a request, and read waiting bytes of an answer, within IDLE_SECONDS.
 IDLE_SECONDS = 10.0
 
 

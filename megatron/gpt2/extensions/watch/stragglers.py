@@ -1,9 +1,9 @@
-"""`--log-straggler`: names ranks that are slower than the others, and the part of the step that is slow.
+"""`--log-straggler`: names slow ranks, and the slow part of their step.
 
 All ranks take equally long for a step, because they wait for the slowest rank. The waiting time of a rank is therefore
 subtracted. On a CPU, a thread checks every few milliseconds whether the training thread waits in a collective, and adds
 this time to the waiting time of each timer that runs. On a GPU, kernels wait on the device, and the waiting time cannot
-be measured. Only parts without collectives can be compared there: the data loader, and forward and backward without
+be measured. On a GPU, only parts without collectives can be compared: the data loader, and forward and backward without
 tensor parallelism.
 """
 

@@ -179,8 +179,8 @@ def serve(port: int) -> None:
 
 
 def test_a_store_that_stops_to_answer(tmp_path: Path) -> None:
-    """The connections of the store stay open. A wait of a rank ends at its time-out, and a signal ends the wait of a
-    launcher."""
+    """Suspend the store, whose connections stay open. A rank's wait ends at its time-out, and a signal ends a
+    launcher's wait."""
     port = free_port()
     server = CONTEXT.Process(target=serve, args=(port,), daemon=True)
     server.start()

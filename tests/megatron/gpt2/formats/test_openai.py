@@ -243,7 +243,7 @@ def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[s
     assert "in fp32: 0\n" in said.out and "copy meta.pkl to data/chars/" in said.err
     assert generate_text.main(["--load", back, *sample]) == 0
     assert capsys.readouterr().out == text and text.startswith("Speak")
-    mpu.initialize_model_parallel(1)  # The programs have destroyed the groups.
+    mpu.initialize_model_parallel(1)  # The generation programs have destroyed the groups.
 
 
 # --- folders of torch.distributed.checkpoint

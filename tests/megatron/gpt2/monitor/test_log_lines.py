@@ -66,7 +66,7 @@ def test_evaluation_line() -> None:
         "validation loss at iteration 1000 | LM loss: 2.995732E+00 | LM PPL: 2.000000E+01 | bits per byte: 1.5000"
     )
     assert frame == same == "-" * len(line)
-    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a run that has diverged
+    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # the perplexity of a run that has diverged
 
 
 def test_metrics_have_one_record_per_line_and_no_nan(tmp_path: Path) -> None:

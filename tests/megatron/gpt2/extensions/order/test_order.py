@@ -126,7 +126,7 @@ def test_a_layout_is_proven(flags: str, world_size: int):
 
 
 def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]):
-    """Without `batch_isend_irecv`, gloo sends and receives at the same time, and NCCL one after the other."""
+    """Without `batch_isend_irecv`, gloo sends and receives at the same time, and NCCL in order."""
     records: list[RankRecord] = []
     for rank in range(2):
         with record(rank, 2, records):

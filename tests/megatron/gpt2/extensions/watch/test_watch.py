@@ -142,7 +142,7 @@ def samples_read(rank: int, world: int, folder: Path, flags: str, until: int) ->
 
 
 def samples_read_with_spike(rank: int, world: int, folder: Path) -> dict[int, list[int]]:
-    plant(Fault(spike, rank, 16))  # Each rank reads random tokens in step 17.
+    plant(Fault(spike, rank, 16))  # In step 17, random tokens cause a loss spike.
     return samples_read(rank, world, folder, "--use-distributed-optimizer", 20)
 
 
