@@ -9,7 +9,7 @@ Each run is a few steps of the training program in new processes. benchmarks/mem
 the peak of resident memory, without the pages of files. The allocator has two modes. With `returned`, each freed block
 is returned to the system (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs. With `kept`, the program's
 default, the heap of glibc keeps freed blocks, and the peak includes fragmentation. `kept` is measured on one rank only,
-and stages only with `returned`. The load of the machine does not matter. JSON is written after every run.
+and stages only with `returned`. The load of the machine does not matter. The JSON file is written after every run.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def run_visits(
             print(f"{arm.name}: a visit is skipped, because the time is short", flush=True)
             continue
         if entry["visits"] and "failed" in entry["visits"][-1]:
-            continue  # The arm would fail again.
+            continue  # An arm that failed would fail again.
         load, began = os.getloadavg()[0], time.monotonic()
         visit = {**measure(arm), "load_before": load, "order": sum(len(a["visits"]) for a in result["arms"].values())}
         seconds = time.monotonic() - began

@@ -181,7 +181,7 @@ def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
             code = main()
             sys.stdout.flush()  # Flush before Python exits, so that `main` can still catch a broken pipe.
         except BrokenPipeError:
-            # The interpreter flushes standard output once more when it ends. Without this line, that would fail.
+            # At its end, the interpreter flushes standard output once more, which would fail on the broken pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 141
         except (ValueError, OSError) as error:

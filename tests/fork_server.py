@@ -245,7 +245,7 @@ def preload() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         # Call it once now: the result is cached, which saves 0.3 s of each run.
         device._measure_gemm_flops(torch.device("cpu"), dtype)
-    gc.freeze()  # Objects that are never collected are not copied for each command.
+    gc.freeze()  # Garbage collection would copy unfrozen objects in each command.
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-# Training imports at most this number of files, including imports inside functions. The limit may only decrease.
+# Training imports at most this number of files, including imports inside functions. TRAINING_IMPORTS may only decrease.
 TRAINING_IMPORTS = 90
 
 

@@ -71,7 +71,7 @@ def test_borders_follow_documents_or_shares(lengths: list[int], split: str) -> N
     [
         ([160_000, 160_000, 80_001], "969,30,1", True, [0, 387_600, 399_600, 400_001]),
         ([81, 10, 9], "8,1,1", True, [0, 81, 91, 100]),  # The border is within 10 % of the share.
-        ([810, 170, 20], "80,17,3", True, [0, 810, 980, 1000]),  # The border is within 1 % of the share.
+        ([810, 170, 20], "80,17,3", True, [0, 810, 980, 1000]),  # Borders are within 1 % of the shares.
         ([810, 160, 30], "80,19,1", False, [0, 800, 990, 1000]),
         # The cut is by position, because a split would have fewer than two tokens.
         ([3, 3, 3], "969,30,1", True, [0, 3, 6, 9]),

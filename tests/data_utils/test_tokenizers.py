@@ -289,7 +289,7 @@ def test_real_text(engines: Engines, test_data: Path, every: int) -> None:
     lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
     engines.check(wikitext.split("\n \n")[::every])
     engines.check([json.loads(line)["text"] for line in lambada[::every]])
-    engines.check([shakespeare[: len(shakespeare) // every]])  # The text has a megabyte.
+    engines.check([shakespeare[: len(shakespeare) // every]])  # Shakespeare's text has a megabyte.
     assert list(engines.ours.encode("Hello world")) == [15496, 995] and engines.ours.eod == 50256
 
 

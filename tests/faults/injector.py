@@ -116,7 +116,7 @@ def cut(trainer: Trainer) -> None:
         with suppress(OSError):  # The socket is already closed, or was never connected.
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
-                    # A listening socket has no connection that a lost network could cut.
+                    # A lost network cuts connections, and a listening socket has none.
                     listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if one.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         one.shutdown(socket.SHUT_RDWR)

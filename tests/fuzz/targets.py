@@ -106,7 +106,7 @@ def update_checksum(files: Files) -> None:
 
 
 def update_table_hashes(files: Files) -> None:
-    """Rebuild the manifest for the changed tables. If the tables cannot be parsed, update only their hashes."""
+    """Rebuild the manifest for the changed tables, or update only the tables' hashes if a table cannot be parsed."""
     name = f"{ITERATION}/{MANIFEST}"
     manifest, tables = json.loads(files[name]), sorted(name for name in files if "/tables/" in name)
     for table in tables:

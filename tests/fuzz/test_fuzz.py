@@ -99,7 +99,7 @@ DEFECTS: list[tuple[str, str, bytes, bytes, str]] = [
         (TOKENIZER, "facts.json", ALL, content, "tokenizer_facts.json")
         for content in (NESTED, b'{"kind": "' + b"x" * 5000 + b'", "fingerprint": ""}', b'\xff{"' + b"a" * 9000)
     ),
-    (PAIR, ".json", rb'"tokens": \d+', b'"tokens": 20', ""),  # All tokens are ends of documents, so no token has text.
+    (PAIR, ".json", rb'"tokens": \d+', b'"tokens": 20', ""),  # All tokens are ends of documents and have no text.
     ("builtin_bpe.json", BUILTIN_FILE, ALL, NESTED, "builtin_bpe.json"),
     ("vocabulary and merges", "merges.txt", ALL, b"x" * 9000 + b" y\n", "lacks its token"),
     ("SentencePiece model", "sp.model", "\u2581c".encode(), b"\xff\xff\xffc", "is not a SentencePiece model"),

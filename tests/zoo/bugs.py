@@ -98,7 +98,7 @@ def without_collectives(module: Any) -> Plant:
 
 
 class WrongGradient(torch.autograd.Function):
-    """Return the input. In the gradient, the part of the keys is lost. qkv: [s, b, n, 3, d]."""
+    """Return the input in forward, and lose the keys' gradient in backward. qkv: [s, b, n, 3, d]."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Tensor:

@@ -199,6 +199,6 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def saved_decay_iters(metadata: Mapping[str, Any]) -> int | None:
-    """Return the iterations of the learning rate's decay if no flag set them. A run with batch ramp-up has fewer than
-    `train_iters`. Return None for another program's files without this number."""
+    """Return the iterations of the learning rate's decay if no flag set them. With batch ramp-up, the decay has fewer
+    iterations than `train_iters`. Return None for another program's files without this number."""
     return metadata.get("decay_iters", metadata.get("train_iters"))

@@ -19,7 +19,7 @@ tables/rank_00000.jsonl, the table of a rank, has two lines, each a JSON object:
     {path: {"bytes", "sha256", "slices": {key: {"offset", "shape"}}}}
 
 The manifest has the hashes of the tables, and the tables have the hashes of the files. A commit reads only the first
-line of each table. A load reads the second line only of tables with rows that it needs.
+line of each table. A load reads the second lines only of tables with needed rows.
 
 Older versions are read, too. Version 2 differs in names: `facts` for metadata, `held` for table_ranges, "boxes" for
 slices and for the folder of the tables. In version 1, the manifest itself has the second lines of all ranks as `files`,

@@ -97,7 +97,7 @@ class Saver:
 
     def allocate_host_buffer(self, files: ShardedFiles) -> None:
         """Allocate the host buffer into which --async-save copies `files`, once. A call before training avoids the wait
-        in the first save. All later saves have the same shapes."""
+        in the first save. All saves have equal shapes."""
         if not self.asynchronous or self._host_buffer is not None:
             return
         self._host_buffer, missing = _buffer_for(files, self.local_world_size)

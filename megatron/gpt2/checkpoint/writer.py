@@ -162,7 +162,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         with open(new, "xb") as stream:
             stream.write(data)
             flush_to_disk(stream)
-        # `atomic_write` would fsync the folder, which rank 0 may rename as soon as it sees the file.
+        # Do not use `atomic_write`: it would fsync the folder, which rank 0 may rename as soon as the table exists.
         new.replace(path)
 
 

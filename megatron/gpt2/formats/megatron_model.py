@@ -37,7 +37,7 @@ from megatron.gpt2.pipeline.schedule import (
 )
 from mpu.partition import PartitionSpec
 
-# The last pipeline stage has a copy of the tied word embeddings. Megatron Core calls it output_layer.weight.
+# The last pipeline stage has a copy of the tied word embeddings, in Megatron Core output_layer.weight.
 EMBEDDINGS_FOR_HEAD = "word_embeddings_for_head.weight"
 TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key, which Megatron does not read.
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)

@@ -109,7 +109,7 @@ def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensor
     groups = [] if elastic else adams[0]["param_groups"]
     names = [list(map(native_name, shapes)) for shapes in top.get("param_shapes") or ()] or names_by_group(weights)
     states: TensorsByKind = {kind: {} for kind in OPTIMIZER_KINDS}
-    # The steps are in the settings of a group, in its state, or in the file.
+    # The number of AdamW's steps is in a group's settings, in its state, or in the file.
     steps = [settings["step"] for settings in groups if "step" in settings]
     for number, in_order in enumerate(names):
         flat = {"master": [part["single_partition_of_fp32_groups"][number] for part in parts]}

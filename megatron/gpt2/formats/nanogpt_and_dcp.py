@@ -188,7 +188,7 @@ def build_checkpoint(
     iteration: int | None = None,
     metadata: Entries | None = None,
 ) -> ForeignCheckpoint:
-    """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log`
+    """Build a checkpoint from a model's tensors, which give all of its shape except heads and the form of GELU. `log`
     gets a line if the vocabulary may be padded: nanoGPT pads GPT-2's vocabulary and does not save the true size.
 
     saved: the fields of ModelConfig that are in the file.

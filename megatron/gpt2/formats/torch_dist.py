@@ -7,8 +7,8 @@ Tensors of the folder are global, so they do not depend on the layout of the run
     The parameters of all layers are stacked, as [layers, ...] under `decoder.layers.NAME`, or separate, under
     `decoder.layers.N.NAME`. Adam's state has the same names after `optimizer.state.KIND.`. Our exports have this form,
     which Megatron Core's distributed optimizer loads in every layout. Megatron Core 0.16 writes some values to a wrong
-    place if it pads a bucket that is not the last of its buffer. `ForeignCheckpoint` finds these values, because it
-    rounds each master to the dtype of the weights and compares it with the weight.
+    place if it pads a bucket that is not the last of its buffer. `ForeignCheckpoint` finds wrong values, because it
+    compares each master, rounded to the dtype of the weights, with the weight.
 
 `fully_sharded_model_space` (until Megatron Core 0.15)
     Like the first form, but a tensor [x, y] that was split over a grid of [f, g] ranks is saved as [f, g, xy / fg].

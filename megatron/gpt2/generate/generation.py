@@ -130,7 +130,7 @@ class Generator(ModelRunner):
         """
         super().__init__(model, group)
         self.tokenizer, self.log = tokenizer, log
-        # Sequence parallelism splits the sequence over the ranks. A single token cannot be split.
+        # Sequence parallelism splits the sequence over the ranks, and a single token cannot be split.
         self.recompute = recompute or model.sequence_parallel
         self.limit = model.config.max_position_embeddings
 

@@ -257,7 +257,7 @@ class CallRecorder(TorchDispatchMode):
     def _fill(self, call: RecordedCall, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
         """Fill the results of a call with values.
 
-        rank: this rank's number in the group.
+        rank: the rank's number in the group.
         """
         key = call.channel, self._count(call.channel)
         given = torch.cat([x.detach().reshape(-1) for x in read]) if read else torch.zeros(1)

@@ -334,7 +334,7 @@ def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> l
     differ only in recomputation, sharding and --sequence-parallel count as one. Raises ValueError if the global batch
     cannot be shared.
 
-    inputs: those of the layout that the flags name, with a global batch size.
+    inputs: the inputs of the layout that the flags name, with a global batch size.
     """
     candidates = [x for x in layouts(inputs, batch=LARGEST_MICRO_BATCH, offload=False) if x.least <= budget]
     if not candidates:

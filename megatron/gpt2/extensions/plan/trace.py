@@ -6,7 +6,7 @@ shape, a dtype and a storage, but no memory. Python code sees the device of the 
 same branches as in the run. A dispatch mode records operators, collectives, allocations and releases in their order.
 
 torch's FakeTensorMode would also work, but its first operator imports sympy and the compiler (1.3 s, 80 MB). Each
-training run would need this time at its start. For CUDA tensors, FakeTensorMode also needs a CUDA build of torch.
+training run would start 1.3 s later. For CUDA tensors, FakeTensorMode also needs a CUDA build of torch.
 
 On a CPU the loss computes its softmax in equal blocks of rows. The trace has only the first block. `Operation.times` of
 its operators is the number of blocks. The trace leaves out torch.compile, documents within a sample, and the

@@ -242,7 +242,7 @@ class CompletionResponse(Response):
             yield number, event
 
     async def _write(self, content: Any, *, more: bool = True) -> None:
-        """Send `content` as a server-sent event, after the HTTP headers. A string is sent unchanged, anything else as
+        """Send `content` as a server-sent event, after the HTTP headers. A string is sent unchanged, any other value as
         JSON."""
         send = self._client[2]
         if not self._began:

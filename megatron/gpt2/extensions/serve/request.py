@@ -94,7 +94,7 @@ class CompletionRequestBody(RequestBody):
 
 class MegatronRequestBody(RequestBody):
     """The fields of `PUT /api`. An unsupported field is accepted if its value has no effect in Megatron either. For
-    example, Megatron uses the length penalty only in beam search."""
+    example, Megatron ignores the length penalty without beam search."""
 
     prompts: list[str]
     tokens_to_generate: NonNegativeInt | None = None

@@ -218,7 +218,7 @@ class Capture(Hook):
             self._take_state(ParamShard("parameter", name, parameter.detach().view(-1)))
 
     def _take_state(self, state: ParamShard) -> None:
-        """Capture this rank's shard of a parameter, or of its gradient or moment."""
+        """Capture the rank's shard of a parameter, or of its gradient or moment."""
         kind, name, index = state.kind, state.name, list(self._specs).index(state.name)
         key = TensorKey(
             self._step,

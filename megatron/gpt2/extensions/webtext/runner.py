@@ -89,8 +89,8 @@ def add_number(
 def run_step(
     step: WebtextStep, sources: Sequence[StepInput] | None = None, *, one_file: tuple[str, ...] = JSON_SUFFIXES
 ) -> list[Manifest]:
-    """Run `step` on `sources` (default: those of INPUT). Return the manifests of all inputs, in order, or [] if they
-    were submitted to Slurm.
+    """Run `step` on `sources` (default: the inputs of INPUT). Return the manifests of all inputs, in order, or [] if
+    they were submitted to Slurm.
 
     one_file: the suffixes of an OUTPUT that is one file.
 

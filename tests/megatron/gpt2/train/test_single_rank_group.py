@@ -1,9 +1,9 @@
 """Test that one rank in a process group calls all collectives, as if there were other ranks, with gloo. The tests in
 tests/gpu/test_cuda.py do this with NCCL on a single GPU.
 
-Without this test, no collective is called in a group of one rank. Inside `single_rank_group` the size of the group is 1
-in arithmetic and more than 1 in comparisons. So the program calls every collective, and the losses must be those of a
-run without a group.
+Normally, no collective is called in a group of one rank. Inside `single_rank_group` the size of the group is 1 in
+arithmetic and more than 1 in comparisons. So the program calls every collective, and the losses must be those of a run
+without a group.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     assert not fits["as_asked"] and len(fits["cheapest"]) == 3
     assert main(flags.split()) == 0
     assert any(line.endswith(fits["cheapest"][0]["flags"]) for line in capsys.readouterr().out.splitlines())
-    # The layout that is proposed first fits.
+    # The first layout that the plan proposes fits into --memory-gb.
     again = plan_as_json(capsys, f"{flags} {fits['cheapest'][0]['flags']}")
     assert again["fits"]["as_asked"] and again["memory"]["total"] == fits["cheapest"][0]["bytes"]
     # GPT-2 1.5B has 25 heads, which 8 ranks cannot share, and a whole model does not fit, so only pipelines remain.

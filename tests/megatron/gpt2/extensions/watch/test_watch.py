@@ -164,7 +164,7 @@ def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
     assert logged == list(range(1, 21))
     assert (save / LATEST_FILE).read_text() == "20\n"
 
-    # The run continues in a different layout, with the samples that follow.
+    # The run continues in a different layout with the next samples.
     on_one = samples_read(0, 1, tmp_path, "--model-parallel-size 1", 22)
     assert on_one == {21: [88, 89, 90, 91], 22: [92, 93, 94, 95]}
 
