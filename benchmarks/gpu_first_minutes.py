@@ -56,8 +56,8 @@ class CudaContextError(Exception):
 class CaseRecorder:
     """Measures and records the cases of one stage.
 
-    path: the JSON file. call: an id of this start of the program. Recorded cases are skipped, except those that failed
-    in an earlier call.
+    path: the JSON file. call: an id of this start of the program. Recorded cases are skipped, except cases that failed
+    in an earlier start.
     """
 
     def __init__(self, path: Path, stage: str, call: str) -> None:

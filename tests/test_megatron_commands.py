@@ -284,7 +284,7 @@ def test_todays_gpt_example(work: Path, run: Run):
     learned(work / "ckpt", below=5.45)  # Megatron's command makes small initial weights, so the loss falls slowly.
     assert list((work / "logs").glob("events*"))
     assert "1536 a step, 24,576 tokens; it grows from 16 to this size over 750,000,000 samples" in said
-    # Continue after 40 steps of 16 samples with 16 tokens each. The batch grows at once.
+    # Continue after 40 steps of 16 samples with 16 tokens each. The schedule increases the batch immediately.
     small += "--train-iters 50 --global-batch-size 64 --step-batch-size-schedule 0:16 10.5K:32,.011M:64"
     said, _ = train(small)
     assert "how the batch grows: --step-batch-size-schedule 0:16 10" in said

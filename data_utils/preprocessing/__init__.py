@@ -222,7 +222,7 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard) -> Manifest:
                     if text:
                         _add_document(pair, text, tokenizer, eod)
             lines.append(number)
-            if part.kind == "text":  # The file is one document, but bad lines are counted.
+            if part.kind == "text":  # Count bad lines, although a plain text file is one document.
                 usable += number - 1 - (len(bad) - bad_before)
         if [os.stat(part.path).st_mtime_ns for part in shard] != before:
             raise ValueError(f"{shard[0].path} changed while it was read: start again")

@@ -164,7 +164,7 @@ def test_a_crash_loop_ends(folder: Path) -> None:
 
 def test_bad_input_is_not_started_again(folder: Path) -> None:
     save = folder / "bad"
-    (save / "incidents").mkdir(parents=True)  # An earlier run has left this folder.
+    (save / "incidents").mkdir(parents=True)  # as after an earlier run
     code, output = started(save, f"{MP2} --max-restarts 3 --train-data nothing.txt").end()
     assert code == 2 and "restart" not in output and output.count("error") == 1, output
     assert noted(save) == {("rank", "refused", 0): 2}

@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 
 MAX_SECONDS = 1.0  # seconds of processor time
-MEMORY_FACTOR, EXTRA_MEMORY = 10, 64 << 20  # A reader may use ten times the input's bytes, and this number of bytes.
+MEMORY_FACTOR, EXTRA_MEMORY = 10, 64 << 20  # A reader may use ten times the input's bytes, and 64 MiB.
 MAX_ALLOCATION = 4 << 30  # An allocation of more bytes raises MemoryError, so that the machine stays usable.
 MAX_ERROR_LENGTH = 1000  # number of characters of an error message
 PEAK = Path("/proc/self/clear_refs")  # Writing 5 to this file resets the peak of resident memory.
@@ -194,7 +194,7 @@ def _data_bytes() -> int:
 # --- changes of a file -----------------------------------------------------------------------------------------------
 
 MAX_CHANGES = 4  # A changed file has 1 to MAX_CHANGES changes.
-MAX_REPLACED = 1 << 12  # At most this number of bytes is replaced or inserted at once.
+MAX_REPLACED = 1 << 12  # The most bytes that are replaced or inserted at once.
 # a value of JSON, or a small list or object
 VALUE = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')
 BRACKETED = re.compile(rb"[\[{][^\[\]{}]{0,2000}[\]}]")

@@ -93,7 +93,7 @@ def send_recv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
 
 
 def isend_irecv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
-    """Send x to the partner and receive y from it at the same time."""
+    """Send x to the partner, and at the same time receive y from the partner."""
     if (partner := partner_of(group)) != group.rank():
         exchange(partner, x, partner, y)
 

@@ -11,7 +11,8 @@ Tensors of the folder are global, so they do not depend on the layout of the run
     compares each master, rounded to the dtype of the weights, with the weight.
 
 `fully_sharded_model_space` (until Megatron Core 0.15)
-    Like the first form, but a tensor [x, y] that was split over a grid of [f, g] ranks is saved as [f, g, xy / fg].
+    Like `fully_reshardable`, but a tensor [x, y] that was split over a grid of [f, g] ranks is saved as [f, g, xy /
+    fg].
 
 `dp_reshardable`
     Each model-parallel rank stores its parameters, from the last to the first, in a flat buffer. A parameter starts at

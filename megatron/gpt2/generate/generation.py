@@ -48,7 +48,7 @@ class GenerationRequest:
         self.number = -1
         self.context: list[int] = []
         self._text = TextStream(sampling.stop)
-        self._sampler: Sampler | None = None  # made at the first token, because it may need GPU memory
+        self._sampler: Sampler | None = None  # A sampler may need GPU memory, so it is made at the first token.
 
     def cancel(self) -> None:
         """End the continuation before its next token. Any thread may call this method."""

@@ -67,7 +67,7 @@ SEARCHED_SHARE = 0.9  # --search finds layouts that use at most this share of a 
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return this program's flags and the remaining words, which are flags of the training. Raises ValueError for bad
+    """Return plan.py's own flags and the remaining words, which are flags of training. Raises ValueError for bad
     flags."""
     usage = "%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] [--accounting NAME] [--json]"
     parser = Parser(description=__doc__, usage=usage)

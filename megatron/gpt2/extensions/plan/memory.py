@@ -24,7 +24,7 @@ from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark,
 # A chunk with at most this number of layers is traced completely: the traces of few layers would take as long.
 MAX_TRACED_LAYERS = 16
 FEW_LAYERS = (2, 4, 6)
-# Memory is a linear function of the number of layers if it deviates by less than this number of bytes.
+# Memory is a linear function of the number of layers if the deviation is less than LINEAR_WITHIN bytes.
 LINEAR_WITHIN = 1 << 20
 # Of the allocations that a line makes in a phase, this number of the first and of the last ones is extrapolated.
 EDGE_COUNT = 4

@@ -35,8 +35,8 @@ LARGEST_MICRO_BATCH = 16
 TRIES = 4  # `search` traces at most 4 layouts for each layout that it returns.
 DAY = 86400.0
 # `quick_seconds` uses the following constants.
-# The element-wise kernels of a layer read and write this number of hidden states. All tensor-parallel ranks move the
-# first number, and they share the second one.
+# Hidden states that the element-wise kernels of a layer read and write: REPLICATED on each tensor-parallel rank, SPLIT
+# divided over the ranks.
 REPLICATED, SPLIT = 30, 32
 KERNELS = 60  # kernels of a layer, forward and backward
 GRADIENT_BYTES = 8  # bytes per parameter that a micro-batch reads and writes to sum its gradients

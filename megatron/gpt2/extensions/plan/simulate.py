@@ -9,7 +9,7 @@ stage repeats them in the order of its schedule, with its messages. A stage has 
 - one for each communicator. A collective starts after the kernels before it. A wait in the program stops compute until
   its collective has ended.
 
-On a CPU the host computes, so it has no launches, and a measured collective occupies it for a part of its time. If
+On a CPU the host computes without launches, and a measured collective occupies the host for a part of its time. If
 ranks share cores, a kernel takes longer while other stages of its machine compute. All ranks of a stage are equally
 fast.
 

@@ -80,7 +80,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
         assert len(seen["loss"]) == 8 and clean[-1] < clean[0]
         for other in ("again", "resumed"):
             other_seen, other_tensors = results[other]
-            # The loss of a skipped step may be NaN, which is not equal to itself. So the test compares repr.
+            # A skipped step's loss may be NaN, and NaN is not equal to NaN. So the test compares repr.
             assert repr(other_seen) == repr(seen), other
             assert other_tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():
