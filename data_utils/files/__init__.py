@@ -231,8 +231,8 @@ def verify_checksum(data: bytes) -> str:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError if it is not JSON or if an object has a key twice (Python's parser would silently
-    take the last one), and RecursionError if it is nested too deeply."""
+    """Parse JSON. Raises ValueError for other data and if an object has a key twice (Python's parser would silently
+    take the last value), and RecursionError if objects are nested too deeply."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)

@@ -278,7 +278,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
     assert [(rows == value).any(axis=1).sum() for value in (1, 2)] == [7000, 3000]
 
     by_size = splits(data_path=[a, b])
-    assert "33.22 % of the samples" in by_size.description[0]  # The share is 99 of 298.
+    assert "33.22 % of the samples" in by_size.description[0]  # 99 of 298 samples
     others = [splits(data_path=line.split()) for line in (a, f"5 {a}", f"0.3 {a} 0.7 {b}")]
     assert len({each.fingerprint for each in (made, by_size, *others)}) == 4  # A single component ignores its weight.
 

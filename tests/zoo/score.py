@@ -73,7 +73,7 @@ def prove(change: Change) -> Score:
 
 
 def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
-    """Return what the tools print about each change."""
+    """Run the tools on each change. Return {name of the change: scores}."""
     scores = {name: [prove(CHANGES[name])] for name in names}
     started = [name for name in names if not scores[name][0].finding]
     words = write_text(folder).read_text().split()

@@ -66,7 +66,7 @@ class Hints:
     """Values from flags of tools/checkpoint.py, for checkpoints that lack these values. None means "not given"."""
 
     num_attention_heads: int | None = None
-    vocab_size: int | None = None  # the true size, without padding
+    vocab_size: int | None = None  # the vocabulary's true size, without padding
     gelu: str | None = None
     iteration: int | None = None  # the iteration to open, if a folder has several
 

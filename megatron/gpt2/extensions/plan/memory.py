@@ -26,7 +26,7 @@ MAX_TRACED_LAYERS = 16
 FEW_LAYERS = (2, 4, 6)
 # Memory is a linear function of the number of layers if the deviation is less than LINEAR_WITHIN bytes.
 LINEAR_WITHIN = 1 << 20
-# Of the allocations that a line makes in a phase, this number of the first and of the last ones is extrapolated.
+# Of a line's allocations in a phase, the first EDGE_COUNT and the last EDGE_COUNT are extrapolated.
 EDGE_COUNT = 4
 PARTS = (
     "weights",
