@@ -29,7 +29,7 @@ ROWS = torch.arange(32.0).view(8, 4)  # Each rank has two rows.
 
 def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     logged: list[str] = []
-    own = folder / HOSTS[rank]  # a folder in the place of the machine's memory
+    own = folder / HOSTS[rank]  # a folder instead of the machine's memory
     local = LocalCheckpoints(own / "abc", HOSTS, rank, dist.group.WORLD, "word", logged.append)
     saved, synced = [], list[str]()
     patch = pytest.MonkeyPatch()
