@@ -377,8 +377,8 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         dropout_p = self.hidden_dropout if self.training else 0.0
         is_unsupported = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
         attention, mlp = self.attention, self.mlp
-        has_hooks = any(map(_has_hooks, (self.input_layernorm, attention, self.post_attention_layernorm, mlp)))
-        if is_unsupported or has_hooks or not kernels.has_fused_layer(terms.x):
+        modules = self.input_layernorm, attention, self.post_attention_layernorm, mlp
+        if is_unsupported or not kernels.has_fused_layer(terms.x) or any(map(_has_hooks, modules)):
             return super().forward(kernels.hidden_states(x), packed_seq_params, attention_fn, dropout_seeds)
         seeds = dropout_seeds if dropout_p > 0 else None
         first_position = attention.dense.first_position(terms.x)

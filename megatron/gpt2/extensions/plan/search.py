@@ -108,9 +108,7 @@ def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
     kernels = KERNELS * layers
     products = (flops - head_flops) / tp / p / rate
     moved = layers * hidden * (REPLICATED / shared + SPLIT / tp)
-    reduced = layers * float(
-        cluster.all_reduce(hidden, tp, link=cluster.link)
-    )  # the time of one all-reduce in each layer
+    reduced = layers * float(cluster.all_reduce(hidden, tp, link=cluster.link))  # one all-reduce in each layer
     again = {"none": 0.0, "selective": SELECTIVE * products, "full": products / 3 + 2 * reduced}
     parameters = (12 * layers * h + vocab) * h / tp
     moved += GRADIENT_BYTES * parameters
