@@ -13,20 +13,9 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from tests.conftest import error_line
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import SHAPE
+from tests.megatron.gpt2.train.training_runs import SHAPE, TOKENS, loss_and_gradients
 
-TOKENS = torch.arange(4 * 32).view(4, 32) % 97
-
-
-def loss_and_gradients(model: GPT2Model, eod: int | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the loss of TOKENS and its gradients.
-
-    eod: the token that ends a document; None for one document per sample.
-    """
-    documents = None if eod is None else mpu.PackedSeqParams.from_tokens(TOKENS, eod, "cpu")
-    loss = model(TOKENS, TOKENS, torch.full((4, 32), 1 / 128), packed_seq_params=documents, sample_ids=torch.arange(4))
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+SAMPLES = torch.arange(4)
 
 
 def forget() -> None:
@@ -46,7 +35,7 @@ def differences(rank: int, world_size: int) -> list[float]:
         eager, compiled = (GPT2Model(shape, config, dropout_seed=5).train() for _ in range(2))
         # Inductor is slow. Without sequence parallelism two ranks differ from one rank only in collectives.
         compiled.compile_layers(backend="aot_eager" if world_size > 1 and not sequence_parallel else "inductor")
-        (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
+        (loss, grads), (loss_c, grads_c) = (loss_and_gradients(x, sample_ids=SAMPLES) for x in (eager, compiled))
         assert grads.keys() == grads_c.keys()
         greatest += [((loss_c - loss).abs() / loss.abs()).item()]
         greatest += [((grads_c[k] - g).abs().max() / g.abs().max()).item() for k, g in grads.items()]
@@ -80,7 +69,10 @@ def test_a_compiled_layer_uses_the_same_kernels(
     compiled.compile_layers(backend="eager", by_document=eods[0] is not None)
     tolerance, graphs = 1e-5 if dtype == torch.float32 else 1e-2, set()
     for eod in eods:
-        (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager, eod), loss_and_gradients(compiled, eod)
+        documents = None if eod is None else mpu.PackedSeqParams.from_tokens(TOKENS, eod, "cpu")
+        (loss, grads), (loss_c, grads_c) = (
+            loss_and_gradients(model, packed_seq_params=documents) for model in (eager, compiled)
+        )
         assert (loss_c - loss).abs() <= tolerance / 10 * loss  # The compiled GELU rounds differently.
         assert all((grads_c[k] - grad).float().norm() <= tolerance * grad.float().norm() for k, grad in grads.items())
         graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])

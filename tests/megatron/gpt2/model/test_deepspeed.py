@@ -20,9 +20,10 @@ import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from mpu.random import RNGStatesTracker
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import SHAPE
+from tests.megatron.gpt2.train.training_runs import SHAPE as WITHOUT_DROPOUT
+from tests.megatron.gpt2.train.training_runs import loss_and_gradients
 
-SHAPE_WITH_DROPOUT = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
+SHAPE = replace(WITHOUT_DROPOUT, attention_dropout=0.1, hidden_dropout=0.1)
 
 
 class FakeDeepSpeedCheckpointing:
@@ -80,21 +81,11 @@ class _Reentrant(torch.autograd.Function):
 
 def gradients(dtype: torch.dtype, recompute: str, sequence_parallel: bool) -> dict[str, Tensor]:
     mpu.model_parallel_cuda_manual_seed(5)
-    model = (
-        GPT2Model(
-            SHAPE_WITH_DROPOUT,
-            build_block_config(
-                SHAPE_WITH_DROPOUT, recompute_granularity=recompute, sequence_parallel=sequence_parallel
-            ),
-        )
-        .to(dtype)
-        .train()
-    )
-    tokens = torch.arange(4 * 32).view(4, 32) % 97
-    for _ in range(2):  # The second forward pass starts from later random states than the first.
-        loss = model(tokens, tokens, torch.full((4, 32), 1 / 128))
-        loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    config = build_block_config(SHAPE, recompute_granularity=recompute, sequence_parallel=sequence_parallel)
+    model = GPT2Model(SHAPE, config).to(dtype).train()
+    loss_and_gradients(model)
+    loss, grads = loss_and_gradients(model)  # This forward pass starts from later random states than the first.
+    return {"loss": loss, **grads}
 
 
 def largest_differences(rank: int, world_size: int) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""--reset-position-ids, --reset-attention-mask and --eod-mask-loss, compared with Megatron's dense masks in every
-layout."""
+"""Losses and gradients with --reset-position-ids, --reset-attention-mask and --eod-mask-loss equal those of Megatron's
+dense masks, with every kind of recomputation and with sequence parallelism."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config, model_partit
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
 from mpu.attention import PackedSeqParams
+from mpu.grads import is_sequence_parallel
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps
 
@@ -81,10 +82,20 @@ def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, d
     }
     if world_size > 1:
         layouts["sequence parallel"] = {**layouts["full"], "sequence_parallel": True, "recompute_num_layers": 2}
-    return {
-        name: loss_and_gradients(GPT2Model(SHAPE, build_block_config(SHAPE, **how)).train(), b)
-        for name, how in layouts.items()
-    }
+        layouts["sequence parallel, hooks"] = layouts["sequence parallel"]
+    results = {}
+    for name, how in layouts.items():
+        model = GPT2Model(SHAPE, build_block_config(SHAPE, **how)).train()
+        marked = [parameter for parameter in model.parameters() if is_sequence_parallel(parameter)]
+        if name.endswith("hooks"):
+            for parameter in marked:
+                parameter.register_hook(mpu.reduce_from_model_parallel_region)
+        results[name] = loss_and_gradients(model, b)
+        if name == "sequence parallel":
+            before = marked[0].grad.clone()
+            mpu.all_reduce_sequence_parallel_grads(model.parameters())
+            assert not torch.allclose(before, marked[0].grad), "the gradient was a partial sum"
+    return results
 
 
 @pytest.mark.parametrize("b", [1, 4])
@@ -100,16 +111,10 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
         assert documents.cu_seqlens_q.diff().tolist() == documents.lengths and documents.cu_seqlens_q[0] == 0
     loss, gradients = loss_and_gradients(model, b, dense=True)
     assert abs(loss - model(*texts(b), torch.full((b, 32), 1 / (32 * b)))) > 1e-4, "the masks must matter"
-    ranks = run_ranks(by_document, world_size, b)
-    for rank, layouts in enumerate(ranks):
+    for rank, layouts in enumerate(run_ranks(by_document, world_size, b)):
         for name, (own_loss, own) in layouts.items():
             assert abs(own_loss - loss) <= 1e-5 * loss
             for parameter, gradient in gradients.items():
-                # The reducer sums the ranks' partial gradients.
-                if name == "sequence parallel" and specs[parameter].dim is None:
-                    own[parameter] = (
-                        sum(each[name][1][parameter] for each in ranks) if rank == 0 else ranks[0][name][1][parameter]
-                    )
                 expected = specs[parameter].split(whole[parameter].merge([gradient]), rank, world_size)
                 assert (own[parameter] - expected).abs().max() <= 1e-5 * gradient.abs().max(), (name, parameter)
 

@@ -18,6 +18,7 @@ from megatron.gpt2 import device as devices
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.train.setup import RunContext, build_context
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer, build_trainer
@@ -31,6 +32,18 @@ SMALL = (
 
 # The model of the flags in SMALL, for tests without a training run
 SHAPE = replace(parse(SMALL).config.model, vocab_size=97)
+TOKENS = torch.arange(4 * 32).view(4, 32) % 97
+
+
+def loss_and_gradients(model: GPT2Model, device: str = "cpu", **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean loss of TOKENS and the gradients by name.
+
+    inputs: more arguments of the model.
+    """
+    tokens = TOKENS.to(device)
+    loss = model(tokens, tokens, torch.full((4, 32), 1 / 128, device=device), **inputs)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def write_text(folder: Path, words: int = 6000) -> Path:
