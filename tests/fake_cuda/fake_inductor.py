@@ -29,51 +29,22 @@ from torch._inductor.scheduler import NopKernelSchedulerNode
 from tests.fake_cuda.fake_gpu import H200, FakeGPU, Kernel
 
 
-class Driver:
-    """A Triton driver for an H200."""
+def driver() -> Any:
+    """Return a Triton driver for an H200."""
+    from triton.backends.compiler import GPUTarget
 
-    utils = types.SimpleNamespace(
-        get_device_properties=lambda device: {
-            "max_shared_mem": H200.shared_memory_per_block_optin,
-            "multiprocessor_count": H200.multi_processor_count,
-        }
+    properties = {
+        "max_shared_mem": H200.shared_memory_per_block_optin,
+        "multiprocessor_count": H200.multi_processor_count,
+    }
+    return types.SimpleNamespace(
+        utils=types.SimpleNamespace(get_device_properties=lambda device: properties),
+        get_current_target=lambda: GPUTarget("cuda", 10 * H200.major + H200.minor, H200.warp_size),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=0: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_device_interface=lambda: torch.cuda,
     )
-
-    def get_current_target(self) -> Any:
-        """Return the compute capability for which code is generated."""
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 10 * H200.major + H200.minor, H200.warp_size)
-
-    def get_current_device(self) -> int:
-        """Return the index of the only device."""
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        """Return the number of the default stream."""
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        """Return the first device."""
-        return torch.device("cuda", 0)
-
-    def get_device_interface(self) -> Any:
-        """Return torch's device interface."""
-        return torch.cuda
-
-
-class Worker(CudaInterface.Worker):
-    """The device interface that Inductor uses while it compiles."""
-
-    @staticmethod
-    def get_device_properties(device: Any = None) -> Any:
-        """Return the properties of an H200."""
-        return H200
-
-    @staticmethod
-    def current_device() -> int:
-        """Return the index of the only device."""
-        return 0
 
 
 @contextlib.contextmanager
@@ -100,7 +71,6 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
         )
 
     interface: dict[str, Any] = {
-        "Worker": Worker,
         "get_compute_capability": lambda device=None: "90",
         "is_available": lambda: True,
         "get_device_properties": lambda device=None: H200,
@@ -120,12 +90,12 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
         )
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))  # type: ignore[no-untyped-call]
         for name, value in interface.items():
-            stack.enter_context(
-                mock.patch.object(CudaInterface, name, value if isinstance(value, type) else staticmethod(value))
-            )
+            stack.enter_context(mock.patch.object(CudaInterface, name, staticmethod(value)))
+        for name in ("get_device_properties", "current_device"):
+            stack.enter_context(mock.patch.object(CudaInterface.Worker, name, staticmethod(interface[name])))
         stack.enter_context(mock.patch("torch.utils._triton.has_triton", lambda: True))
         stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", compile_to_module))
-        triton.runtime.driver.set_active(Driver())
+        triton.runtime.driver.set_active(driver())
         torch._dynamo.reset()
         try:
             yield

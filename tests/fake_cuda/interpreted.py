@@ -69,7 +69,7 @@ def test_the_loss_and_its_gradient_equal_those_of_a_cpu(
         for is_cpu in (True, False):
             x = logits.clone()
             with (
-                mock.patch.object(Tensor, "is_cpu", property(lambda _, is_cpu=is_cpu: is_cpu)),
+                mock.patch.object(Tensor, "is_cpu", mock.PropertyMock(return_value=is_cpu)),
                 mock.patch.object(TritonKernel, "__call__", TritonKernel.run),
             ):
                 found.append((kernels.vocab_parallel_softmax(x, targets, token_weight, combine), x))
@@ -118,8 +118,8 @@ def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch
 def test_adamw_writes_only_into_its_tensors():
     """Run three steps with tensors of odd sizes, which are parts of one buffer. The second step has a gradient that is
     not finite."""
-    found = []
-    for update in (adamw_.run, adamw_.reference):
+    found, updates = [], list[Any]((adamw_.run, adamw_.reference))
+    for update in updates:
         buffers = [example_tensor(torch.float32, 20_129).abs() for _ in range(5)]
         parts = [[buffer[:7], buffer[64:128], buffer[128:]] for buffer in buffers]
         steps = [torch.tensor(2.0) for _ in range(3)]

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mpu
-from mpu.cross_entropy import chunk_size_for
 from tests.distributed import run_ranks
 
 VOCAB, PADDED, HIDDEN, TOKENS = 21, 32, 8, 50  # With 4 ranks, the last rank has only padding.
@@ -85,11 +84,6 @@ def check(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_equals_the_plain_formula(world_size: int):
     run_ranks(check, world_size)
-
-
-def test_chunks_are_counted_in_tokens_on_a_cpu_and_in_bytes_on_a_gpu() -> None:
-    assert (chunk_size_for(32768), chunk_size_for(100)) == (2048, 512)
-    assert (chunk_size_for(65536, 50304 * 2), chunk_size_for(50001, 50304 * 4)) == (32768, 16667)
 
 
 def test_fp16_keeps_small_gradients_when_scaled_first():

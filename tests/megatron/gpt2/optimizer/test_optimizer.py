@@ -58,9 +58,8 @@ HALF_WAY_IN_2019, END_OF_2019 = (0.5 * (np.cos(np.pi * r) + 1) for r in (0.45, 0
         ("WSD", {}, {0: 0, 5: 0.5, 10: 1, 55: 1, 100: 0.1, 1000: 0.1}),
         ("WSD", {"lr_wsd_decay_iters": 20}, {80: 1, 90: 0.1 + 0.9 * (2**0.5 - 1), 100: 0.1}),
         # Megatron's schedule of 2019 ends above min_lr.
-        ("cosine-2019", {"min_lr": 0.0}, {5: 0.5, 10: 1, 55: HALF_WAY_IN_2019, 90: END_OF_2019, 100: END_OF_2019}),
-        ("cosine-2019", {"min_lr": 0.2}, {55: HALF_WAY_IN_2019, 100: 0.2}),
-        ("cosine", {"min_lr": 0.0}, {100: 0}),
+        ("cosine-2019", {"min_lr": 0.0}, {55: HALF_WAY_IN_2019, 90: END_OF_2019, 100: END_OF_2019}),
+        ("cosine-2019", {"min_lr": 0.2}, {100: 0.2}),
         ("linear", {"lr_warmup_iters": 4}, {2: 0.5}),
         ("linear", {"lr_warmup_iters": 0}, {0: 1}),
         ("cosine", {"lr_warmup_fraction": 1.0}, {50: 0.5, 101: 0.1}),
