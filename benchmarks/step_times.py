@@ -11,9 +11,10 @@ machine and its formulas. The planner's own times come from traces.
 
 The results are printed as JSON.
 A row of the CSV file is one configuration: gpus, global_batch, micro_batch, hidden_size, attention_heads, layers,
-sequence_length, tensor_parallel, data_parallel, pipeline_parallel, ms_per_iteration. Each constant in `clusters/*.json`
-belongs to a machine or to a program, not to a row or a shape. With --fit, the program prints the errors of rows that
-the fit has not seen: five parts at random, and each shape in turn.
+sequence_length, tensor_parallel, data_parallel, pipeline_parallel, ms_per_iteration. A constant in `clusters/*.json`
+belongs to a machine, to a program, or to a shape of a layer on one rank (see `layer_shapes`), not to a row. With --fit,
+the program prints the errors of rows that the fit has not seen: five parts at random, each model in turn, and five
+parts of the groups in which the model chooses a layout.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ class Software:
         layers that were timed one by one, which keeps clocks high.
     gradient_bytes: per parameter and micro-batch, for the sum of gradients.
     split_sends: the ranks of a tensor-parallel group share the transfer between stages.
+    shape_factors: measured time of a step relative to the formulas, by the shape of a layer on one rank (see
+        `layer_shapes`). Steps with the same shape are slower or faster than the formulas by the same share of up to
+        20 %, whatever the number of GPUs and layers.
     """
 
     kernels: float
@@ -75,6 +79,7 @@ class Software:
     one_node: float = 1.0
     gradient_bytes: float = 8.0
     split_sends: bool = False
+    shape_factors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,12 @@ class Layouts:
     def gpus(self) -> Any:
         """The number of GPUs."""
         return self.tensor_parallel * self.data_parallel * self.pipeline_parallel
+
+
+def layer_shapes(x: Layouts) -> list[str]:
+    """Return the shape of a layer on one rank for each row, such as "h 1024, s 1024, t 2, b 4"."""
+    columns = np.broadcast_arrays(x.hidden_size, x.sequence_length, x.tensor_parallel, x.micro_batch)
+    return [f"h {h:.0f}, s {s:.0f}, t {t:.0f}, b {b:.0f}" for h, s, t, b in zip(*columns, strict=True)]
 
 
 def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
@@ -170,7 +181,7 @@ def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
     parameters = layers_of_stage * 12 * h * h / t + vocab * h / t
     data_parallel = (d > 1) * cluster.all_reduce(HALF * parameters, d, t, link=cluster.data_link)
     tied = (p > 1) * HALF * vocab * h / t / np.where(multi_node, cluster.network, cluster.data_link)
-    return (
+    formula = (
         micro_batches * (stage + ends)
         + (p - 1) * stage / x.num_model_chunks
         + send * (micro_batches * x.num_model_chunks + p - 1)
@@ -179,11 +190,13 @@ def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
         + cluster.step
         + cluster.adam * parameters
     )
+    return formula * np.array([software.shape_factors.get(shape, 1.0) for shape in layer_shapes(x)])
 
 
 COLUMNS = [field.name for field in fields(Layouts)][:-1]  # A CSV file has no model chunks.
 PROGRAM = "megatron_deepspeed"  # The CSV files have this name of the program.
 WORST = 0.05  # The report lists this share of the rows, those with the largest errors.
+GPUS_PER_NODE = 8
 INTERVAL = 0.8  # An interval should contain this share of the rows.
 # The prior of each fitted constant is its value, and the factor by which the value may differ.
 PRIORS = {
@@ -207,6 +220,9 @@ PRIORS = {
     "adam": (2e-11, 1.3),
 }
 NOISE = 0.04  # The fit expects this relative error of a row.
+# Each of `shape_factors` is a mean over the measured rows of a shape and this number of rows without an error. A shape
+# with few rows so stays near the formula.
+FORMULA_ROWS = 1
 TABLE_WEIGHT = 4.0  # weight of a row of a published table, because few rows stand for a program
 SOFTWARE_PRIORS = {
     "unfused_kernels": (25, 1.3),
@@ -253,9 +269,20 @@ def select(rows: Rows, chosen: np.ndarray) -> Rows:
     return replace(layouts, **taken), measured[chosen]
 
 
-def shapes(rows: Rows) -> np.ndarray:
-    """Return a number for each row. Rows whose models have the same shape get the same number."""
+def one_node(rows: Rows) -> np.ndarray:
+    return np.asarray(rows[0].gpus <= GPUS_PER_NODE)
+
+
+def models(rows: Rows) -> np.ndarray:
+    """Return a number for each row. Rows of the same model get the same number."""
     return np.asarray(rows[0].hidden_size) * 1000 + rows[0].layers
+
+
+def choices(rows: Rows) -> np.ndarray:
+    """Return a number for each row. Rows of the same model, number of GPUs and global batch get the same number."""
+    x = rows[0]
+    keys = np.stack([models(rows), x.sequence_length, x.gpus, x.global_batch], axis=1)
+    return np.unique(keys, axis=0, return_inverse=True)[1].ravel()
 
 
 # --- published tables ------------------------------------------------------------------------------------------------
@@ -372,7 +399,8 @@ def relative_errors(constants: Constants, table: Table) -> np.ndarray:
 
 
 def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4) -> Constants:
-    """The constants that give the smallest sum of absolute relative errors over rows and tables, near their priors.
+    """Return the constants that give the smallest sum of absolute relative errors over rows and tables, near their
+    priors, and then `shape_factors` from the errors that remain on one node.
 
     Least squares are repeated with weights 1/|error|, which approaches the smallest absolute errors."""
     from scipy.optimize import least_squares  # type: ignore[import-untyped]
@@ -401,7 +429,8 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
         }
         programs = {}
         for name, program in base.programs.items():
-            programs[name] = replace(program, **group("all"), **group(name.removesuffix("_selective")))
+            own = group(name.removesuffix("_selective"))
+            programs[name] = replace(program, shape_factors={}, **group("all"), **own)
         return Constants(clusters, programs)
 
     def errors(point: np.ndarray) -> np.ndarray:
@@ -416,14 +445,20 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
     for _ in range(steps):
         point = least_squares(weighted, point, args=(weights,), max_nfev=60).x
         weights = 1 / np.sqrt(np.maximum(np.abs(errors(point)), NOISE / 5) / NOISE)
-    return constants(point)
+    made = constants(point)
+    rows = select(rows, one_node(rows))
+    errors_of: dict[str, list[float]] = {}
+    for shape, error in zip(layer_shapes(rows[0]), np.log1p(relative_errors(made, csv_table(rows))), strict=True):
+        errors_of.setdefault(shape, []).append(-error)
+    times = {k: round(float(np.exp(sum(v) / (len(v) + FORMULA_ROWS))), 4) for k, v in sorted(errors_of.items())}
+    return replace(made, programs=made.programs | {PROGRAM: replace(made.programs[PROGRAM], shape_factors=times)})
 
 
-def left_out(base: Constants, rows: Rows, tables: Sequence[Table], parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the relative error of each row, predicted by a fit of the rows outside of its part. A row that belongs to
-    no part gets NaN."""
-    found = np.full(len(rows[1]), np.nan)
-    for part in parts:
+def left_out(base: Constants, rows: Rows, tables: Sequence[Table], numbers: np.ndarray) -> np.ndarray:
+    """Return the relative error of each row, predicted by a fit of the rows that have a different number."""
+    found = np.empty(len(numbers))
+    for number in np.unique(numbers):
+        part = numbers == number
         made = fitted(base, select(rows, ~part), tables)
         found[part] = relative_errors(made, csv_table(select(rows, part)))
     return found
@@ -431,19 +466,22 @@ def left_out(base: Constants, rows: Rows, tables: Sequence[Table], parts: Sequen
 
 def fit(rows: Rows) -> None:
     """Fit the constants, write `clusters/*.json`, and print the errors of rows that a fit has not seen."""
-    base, tables = read_constants(), published()
-    one_node = np.asarray(rows[0].gpus <= 8)
-    order = np.random.default_rng(0).permutation(len(one_node))
-    folds = [np.isin(np.arange(len(order)), order[k::5]) for k in range(5)]
-    unseen = left_out(base, rows, tables, folds)
-    print("unseen rows, five parts:", summary(unseen[one_node]), "one node;", summary(unseen[~one_node]), "many nodes")
-    of_shape = shapes(rows)
-    for shape in np.unique(of_shape[one_node]):
-        part = of_shape == shape
-        print(
-            f"unseen shape, hidden size {shape // 1000:.0f}, {shape % 1000:.0f} layers:",
-            summary(left_out(base, rows, tables, [part])[part]),
-        )
+    base, tables, single, model = read_constants(), published(), one_node(rows), models(rows)
+    unseen = left_out(base, rows, tables, np.random.default_rng(0).permutation(len(model)) % 5)
+    print("unseen rows, five parts:", summary(unseen[single]), "one node;", summary(unseen[~single]), "many nodes")
+    of_model = left_out(base, rows, tables, model)
+    for number in np.unique(model):
+        print(f"unseen model, hidden size and layers {number:.0f}:", summary(of_model[model == number]))
+    of_choice = left_out(base, rows, tables, choices(rows) % 5)
+    measured = select(rows, single)
+    print("unseen groups, five parts:", first_choices(measured, measured[1] * (1 + of_choice[single])))
+    shapes = np.array(layer_shapes(rows[0]))
+    new_shape = np.array([len(np.unique(model[shapes == shape])) == 1 for shape in shapes])
+    unseen_by_kind = {
+        "known_shape": unseen[single],
+        "one_node": of_model[single & new_shape],
+        "many_nodes": unseen[~single],
+    }
     made = fitted(base, rows, tables)
     programs = {name: described(program) for name, program in made.programs.items()}
     shared = {name: programs[PROGRAM][name] for name in SOFTWARE_PRIORS}
@@ -451,8 +489,8 @@ def fit(rows: Rows) -> None:
     content = {
         "software": {"all": shared, **own},
         "intervals": {
-            name: round(float(np.quantile(np.abs(np.log1p(unseen[part])), INTERVAL)), 4)
-            for name, part in (("one_node", one_node), ("many_nodes", ~one_node))
+            kind: round(float(np.quantile(np.abs(np.log1p(errors)), INTERVAL)), 4)
+            for kind, errors in unseen_by_kind.items()
         },
     }
     for name, cluster in made.clusters.items():
@@ -463,10 +501,10 @@ def fit(rows: Rows) -> None:
 def described(made: Cluster | Software) -> dict[str, Any]:
     """Return the fields that differ from their defaults. Numbers are rounded to four digits."""
     found = {}
-    for field in fields(made):
-        value = getattr(made, field.name)
-        if value not in (field.default, {}):
-            found[field.name] = float(f"{value:.4g}") if isinstance(value, float) else value
+    for constant in fields(made):
+        value = getattr(made, constant.name)
+        if value not in (constant.default, {}):
+            found[constant.name] = float(f"{value:.4g}") if isinstance(value, float) else value
     return found
 
 
@@ -481,10 +519,11 @@ def compare(rows: Rows, cluster: str) -> dict[str, Any]:
     """Return the errors of the time model on these rows."""
     made, content = read_cluster(cluster)
     x, measured = rows
-    seconds = step_seconds(made, software(content, PROGRAM), x)
+    program = software(content, PROGRAM)
+    seconds = step_seconds(made, program, x)
     errors = np.abs(seconds / measured - 1)
-    one_node = np.asarray(x.gpus <= made.gpus_per_node)
-    width = np.where(one_node, content["intervals"]["one_node"], content["intervals"]["many_nodes"])
+    kinds = np.where(np.isin(layer_shapes(x), list(program.shape_factors)), "known_shape", "one_node")
+    width = np.array([content["intervals"][kind] for kind in np.where(one_node(rows), kinds, "many_nodes")])
     inside = np.abs(np.log(seconds / measured)) <= width
     worst = np.argsort(-errors)[: max(1, int(WORST * len(errors)))]
     return {
@@ -504,9 +543,7 @@ def compare(rows: Rows, cluster: str) -> dict[str, Any]:
 def first_choices(rows: Rows, seconds: np.ndarray) -> dict[str, Any]:
     """Return how much slower the model's choices of layouts are than the best measured layouts. There is one for each
     model, number of GPUs and global batch with several layouts; without one, the result is empty."""
-    x, measured = rows
-    keys = np.stack([shapes(rows), x.sequence_length, x.gpus, x.global_batch], axis=1)
-    _, group = np.unique(keys, axis=0, return_inverse=True)
+    measured, group = rows[1], choices(rows)
     members = [np.flatnonzero(group == number) for number in range(group.max() + 1)]
     slower = np.array([measured[m[np.argmin(seconds[m])]] / measured[m].min() - 1 for m in members if len(m) > 1])
     if not len(slower):
