@@ -25,20 +25,16 @@ from megatron.gpt2.extensions.webtext.download import (
     Page,
     PageError,
     extract,
-    extract_text,
     fetch,
     http_session,
     text_extractors,
 )
 from megatron.gpt2.extensions.webtext.filters import (
     SUSPECT,
-    WORDS,
     duplicate_key,
-    evaluation_ngrams,
     fix_text,
     make_url_filter,
     normalize_url,
-    word_ngrams,
 )
 from megatron.gpt2.extensions.webtext.step import json_line
 from tests.conftest import needs
@@ -53,14 +49,12 @@ TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), max_si
     [
         ("https://www.bbc.co.uk/news/article-1", None),
         ("http://blog.example.com/2019/01/a-post.html?page=2", None),
-        ("https://de.wikipedia.org/wiki/C.H._Beck", None),
         ("http://[2001:db8::1]/page", "malformed"),
         ("http://x.", "malformed"),
         ("https://m.youtube.com/watch?v=1", "site without text"),
         ("https://cdn.example.com/a/photo.JPEG?width=3", "file that is no page"),
         ("ftp://example.com/a", "neither http nor https"),
         ("http://example.com:99999/", "malformed"),
-        ("http://exa mple.com/", "malformed"),
         ("http://127.0.0.1:8000/", "malformed"),
         ("http://a", "too short"),
         ("http://example.com/" + "a" * 2100, "too long"),
@@ -78,7 +72,7 @@ def test_one_page_with_many_urls():
     assert len({duplicate_key(normalize_url(url)) for url in same + other}) == 1 + len(other)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(TEXT, st.text(st.characters(max_codepoint=0x7E), max_size=60)))
 def test_fixed_text_is_ftfys(text: str):
     import ftfy
@@ -87,30 +81,18 @@ def test_fixed_text_is_ftfys(text: str):
     assert SUSPECT.search(text) or fix_text(text) is text
 
 
-def test_runs_of_the_evaluation_sets(tmp_path: Path):
-    text = "It was, he said, the best of times -- and the worst of times, too, in 1859."
-    words = "it was he said the best of times and the worst of times too in 1859".split()
-    assert list(word_ngrams(text)) == [tuple(words[start : start + WORDS]) for start in range(4)]
-    path = tmp_path / "sets.jsonl"
-    path.write_bytes(json_line({"text": text}) + json_line({"body": "too short", "text": "too short"}))
-    assert evaluation_ngrams((path,), "text") == (set(word_ngrams(text)), 1)
-    with pytest.raises(ValueError, match=r"sets\.jsonl:1: .*'body'"):
-        evaluation_ngrams((path,), "body")
-
-
 def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
-    texts = [f"document {number}" for number in range(2000)]
-
-    def where(texts: list[str], name: str) -> dict[str, str]:
-        path, output = tmp_path / f"{name}.jsonl", tmp_path / name
-        path.write_bytes(b"".join(json_line({"text": text}) for text in texts))
+    def split(count: int) -> dict[str, str]:
+        """Return the split of each document."""
+        path, output = tmp_path / f"{count}.jsonl", tmp_path / f"{count}"
+        path.write_bytes(b"".join(json_line({"text": f"document {number}"}) for number in reversed(range(count))))
         program("split_dataset", path, output, "--split", "90,8,2")
         return {json.loads(line)["text"]: part.stem for part in output.glob("*.jsonl") for line in part.open()}
 
-    once = where(texts, "once")
-    assert where(["another", *reversed(texts)], "grown").items() > once.items()
+    grown = split(2000)
+    assert grown.items() > split(1000).items()
     for name, count in (("train", 1800), ("valid", 160), ("test", 40)):
-        assert abs([*once.values()].count(name) - count) < 40
+        assert abs([*grown.values()].count(name) - count) < 40
 
 
 def five_grams(text: str) -> set[str]:
@@ -122,28 +104,19 @@ def program(name: str, *arguments: Path | str) -> None:
 
 
 def test_search_group_and_removal(tmp_path: Path):
-    """A family is a text and two changed copies. The first and the last text differ too much to be a pair."""
-    draw = random.Random(0)
-
-    def words() -> list[str]:
-        return ["".join(draw.choices("abcdefghijklmnop", k=6)) for _ in range(150)]
-
-    def changed(words: list[str], places: range) -> list[str]:
-        return [("other" if number in places else word) for number, word in enumerate(words)]
-
-    documents = []  # (text, family); texts of family 99 have no duplicates
-    for family in range(20):
-        first = words()
-        middle = changed(first, range(12))
-        last = changed(middle, range(60, 72))
-        documents += [(" ".join(member), family) for member in (first, middle, last, first)]
-    documents += [(" ".join(words()), 99) for _ in range(40)]
+    """A family is a text, two changed copies and an equal copy. The text and the second changed copy differ too much to
+    be a pair."""
+    draw, other = random.Random(0), ["other"] * 12
+    documents = []  # (text, family); the texts of family 99 have no duplicates
+    for family in (*range(20), *[99] * 40):
+        words = ["".join(draw.choices("abcdefghijklmnop", k=6)) for _ in range(150)]
+        copies = [other + words[12:], [*other, *words[12:60], *other, *words[72:]], words] if family < 99 else []
+        documents += [(" ".join(member), family) for member in (words, *copies)]
     draw.shuffle(documents)
     (tmp_path / "in").mkdir()
     # Documents of a compressed file are copied, so that they can be read again at their offsets.
     for name, pack, part in (("a.jsonl", bytes, documents[:50]), ("b.jsonl.gz", gzip.compress, documents[50:])):
-        lines = [json_line({"text": text, "of": family}) for text, family in part]
-        (tmp_path / "in" / name).write_bytes(pack(b"".join(lines)))
+        (tmp_path / "in" / name).write_bytes(pack(b"".join(json_line({"text": text}) for text, _ in part)))
 
     program("find_duplicates", tmp_path / "in", tmp_path / "found", "--min-jaccard", "0.85")
     program("group_duplicate_url", tmp_path / "found/pairs.jsonl", tmp_path / "groups")
@@ -217,15 +190,6 @@ def get(url: str, max_bytes: int = 100_000, seconds: float = 60.0) -> Page:
     return asyncio.run(with_client())
 
 
-def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
-    address, answers = server
-    answers += [
-        b"HTTP/1.1 301 Moved\r\nLocation: ../there?x=%20#end\r\n\r\n",
-        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nd\xe9\r\n0\r\n\r\n",
-    ]
-    assert get(f"{address}/here/it is") == Page(f"{address}/there?x=%20#end", b"abcd\xe9", "latin-1")
-
-
 @pytest.mark.parametrize(
     "answer, reason",
     [
@@ -235,9 +199,7 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
         (OK + b"\r\n" + 100_001 * b"x", "too large"),
         (OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(bytes(1_000_000)), "too large"),
         (OK + b"Content-Length: 10\r\n\r\nabc", "broken answer"),
-        (OK + b"Content-Encoding: gzip\r\n\r\nabc", "broken answer"),
         (b"hello", "broken answer"),
-        (OK + b"X: " + 70_000 * b"y" + b"\r\n\r\n", "broken answer"),
         (b"", "connection failed"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "malformed address"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://www.facebook.com/\r\n\r\n", "redirected: site without text"),
@@ -258,12 +220,6 @@ def test_a_server_that_takes_too_long(server: tuple[str, list[bytes]], answer: b
     answers += [answer] if answer else []
     with pytest.raises(PageError, match="too slow"):
         get(address, seconds=0.3)
-
-
-def test_text_and_its_encoding():
-    html = "<html><body><article><p>" + "Wörter über Wörter, schön gesetzt. " * 20 + "</p></article></body></html>"
-    for charset, said in (("utf-8", None), ("latin-1", "latin-1"), ("utf-8", "ascii")):
-        assert "Wörter über Wörter" in str(extract_text(Page("http://example.com", html.encode(charset), said)))
 
 
 def test_a_slow_extraction_kills_its_process():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from data_utils.files import read_checksummed_json, write_checksummed_json
 from megatron.gpt2.extensions.webtext.runner import run_step, step_parser
-from megatron.gpt2.extensions.webtext.step import Document, StepRun, WebtextStep, find_inputs, json_line, read_at
+from megatron.gpt2.extensions.webtext.step import StepRun, WebtextStep, find_inputs, json_line, read_at
 
 
 def shorten(run: StepRun) -> None:
@@ -136,55 +135,34 @@ def test_results_that_are_errors(three: ThreeInputs):
         three.run("--max-bad-fraction", "1")
 
 
-def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]], dict[str, dict[str, Any]]]:
-    """Return the documents with their offsets, and the dropped entries."""
-    found: list[tuple[int, Document]] = []
-    dropped: dict[str, dict[str, Any]] = {}
-    for source in find_inputs(str(path)):
-        run = StepRun(Namespace(text_key=text_key), source)
-        found += [(run.offset, document) for document in run.documents()]
-        dropped.update(run.dropped)
-    return found, dropped
-
-
-def test_json_lines_with_bad_ones(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
+def test_documents_of_json_lines_and_scraped_text(tmp_path: Path):
     lines = [
-        b'\xef\xbb\xbf{"text": "one", "url": "u"}',
+        b'\xef\xbb\xbf{"body": "one", "url": "u"}',
         b"",
-        b'{"text": ""}',
+        b'{"body": ""}',
         b"{",
-        b'{"text": "x", "url": "\\ud800"}',
-        b'{"text": "\xff"}',
-        '{"text": "zwei ü"}'.encode(),
+        b'{"body": "x", "url": "\\ud800"}',
+        b'{"body": "\xff"}',
+        '{"text": "no", "body": "zwei ü"}'.encode(),
     ]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    found, dropped = read(path)
-    assert [document["text"] for _, document in found] == ["one", "zwei ü"]
-    assert {reason: entry["count"] for reason, entry in dropped.items()} == {"empty": 1, "unreadable": 3}
-    assert dropped["empty"]["samples"] == [f"{path}:3"]
-    for offset, document in found:
-        assert read_at(path, offset, "text") == document
-    (tmp_path / "b.json").write_text(json.dumps({"text": "no", "body": "yes"}))
-    assert read(tmp_path / "b.json", "body")[0] == [(0, {"text": "yes"})]
+    texts = b"\xef\xbb\xbfa text\r\nof two lines", b"\xff", b" \n"
+    for name, content in (("a.jsonl", b"\n".join(lines)), *((f"{n}.txt", text) for n, text in enumerate(texts))):
+        (tmp_path / name).write_bytes(content)
+    found, dropped = [], []
+    for source in find_inputs(str(tmp_path)):
+        run = StepRun(Namespace(text_key="body"), source)
+        for document in run.documents():
+            found.append(document)
+            assert source.name != "a" or read_at(source.files[0], run.offset, "body") == document
+        dropped.append({reason: (entry["count"], entry["samples"][0]) for reason, entry in run.dropped.items()})
+    scraped = {"id": "0.txt", "text": "a text\nof two lines"}
+    assert found == [{"text": "one", "url": "u"}, {"text": "zwei ü"}, scraped]
+    assert [entry["empty"] for entry in dropped] == [(1, f"{tmp_path}/a.jsonl:3"), (1, f"{tmp_path}/2.txt")]
+    assert [entry["unreadable"][0] for entry in dropped] == [3, 1]
 
 
-def test_a_folder_of_scraped_text(tmp_path: Path):
-    for number, content in enumerate((b"\xef\xbb\xbfa text\r\nof two lines", b"\xff", b" \n")):
-        (tmp_path / f"{number}.txt").write_bytes(content)
-    found, dropped = read(tmp_path)
-    assert found == [(0, {"id": "0.txt", "text": "a text\nof two lines"})] and sorted(dropped) == [
-        "empty",
-        "unreadable",
-    ]
-    assert [source.name for source in find_inputs(str(tmp_path / "*.txt"))] == ["texts_00000"]
-
-
-def test_missing_and_colliding_names(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"\*\.jsonl"):
-        find_inputs(str(tmp_path / "*.jsonl"))
-    for name in ("a.jsonl", "a.jsonl.gz", "a.of.urls"):
-        (tmp_path / name).write_text("{}")
-    assert [source.name for source in find_inputs(str(tmp_path / "*urls"))] == ["a.of.urls"]
+def test_two_inputs_of_one_name_are_refused(tmp_path: Path):
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        (tmp_path / name).touch()
     with pytest.raises(ValueError, match="would both become a"):
         find_inputs(str(tmp_path))
