@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_utils.corpora import default_key, expand_paths, find_corpora, read_corpora, read_documents
-from data_utils.corpora.builtin import builtin_documents, is_prose, prose, texts_of
+from data_utils.corpora.builtin import builtin_documents, prose, texts_of
 from tests.conftest import ROOT
 from tests.data_utils.data_files import BAD_LINES, write
 
@@ -32,14 +32,10 @@ def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
     return list(read_documents(path, text_key, said.append)), said
 
 
-def test_default_key_is_the_field_that_is_read(tmp_path: Path) -> None:
-    for name, content in (
-        ("a.jsonl", "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)),
-        ("a.json", json.dumps([1, {"sentence": "a"}])),
-    ):
-        assert default_key(write(tmp_path / name, content)) == "sentence"
-    assert read(str(tmp_path / "a.jsonl"))[0][0] == "document 0"
-    # The file is refused after 1000 lines.
+def test_default_key(tmp_path: Path) -> None:
+    content = "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)
+    assert read(write(tmp_path / "a.jsonl", content))[0][0] == "document 0"
+    # Without one of the default fields in the first 1000 lines, the file is refused.
     assert default_key(write(tmp_path / "b.jsonl", lines(1000, "body") + lines(1))) is None
 
 
@@ -53,13 +49,13 @@ def test_plain_text_is_one_unchanged_document(tmp_path: Path) -> None:
     assert read(path, "body")[0] == TEXTS
 
 
-@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_bad_lines_are_skipped_and_reported(tmp_path: Path, bad: bytes) -> None:
-    content = lines(700).encode() + bad + b"\n" + lines(700).encode() + b'{"text": ""}\n'
-    found, said = read(write(tmp_path / "a.jsonl", content))
-    assert len(found) == 1400
-    assert any("a.jsonl:701: skipped" in line for line in said)
-    assert any("of 1402 lines 1 bad and 1 empty" in line for line in said)
+def test_bad_lines_are_skipped_and_reported(tmp_path: Path) -> None:
+    bad = b"".join(line + b"\n" for line in BAD_LINES)
+    found, said = read(write(tmp_path / "a.jsonl", lines(12_000).encode() + bad + b'{"text": ""}\n'))
+    assert len(found) == 12_000 and "a.jsonl:12001: skipped" in said[1]
+    assert said[-1].endswith("of 12013 lines 12 bad and 1 empty ones are skipped")
+    found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
+    assert found == ["line\n" * 2001] and "b.txt:2001" in said[0] and "of 2002 lines 1 bad" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -79,17 +75,10 @@ def test_files_that_are_refused(tmp_path: Path, name: str, content: str | bytes,
     assert "\n" not in str(error.value)
 
 
-def test_a_few_bad_lines_of_plain_text_are_allowed(tmp_path: Path) -> None:
-    found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
-    assert found == ["line\n" * 2001] and "b.txt:2001" in said[0]
-    assert sum("of 2002 lines 1 bad" in line for line in said) == 1
-
-
 @pytest.mark.parametrize("pack", [gzip.compress, zstd])
 def test_damaged_compression(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     whole = pack(lines(1000).encode())
-    damaged = whole[:200] + bytes(50) + whole[250:] if pack is gzip.compress else whole[:4] + b"0000"
-    for content in (whole[:-1], whole + whole[:100], damaged):
+    for content in (whole[:-1], whole + whole[:100], whole[:40] + bytes(50) + whole[90:]):
         with pytest.raises(ValueError, match=r"a\.jsonl is damaged"):
             read(write(tmp_path / "a.jsonl", content))
 
@@ -146,9 +135,9 @@ def test_a_missing_corpus_shows_the_entry_to_write(corpora: Path) -> None:
 
 
 def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"mine": {"files": ["a.jsonl"], "text_key": "body"}, "plain": {"files": [str(corpora / "a.jsonl")]}}
+    own = {"mine": {"files": ["a.jsonl"], "text_key": "body"}, "plain": {"files": ["own.json"]}}
     write(corpora / "data" / "corpora.json", json.dumps(own))
-    assert train("mine") == (("a.jsonl",), "body") and train("plain") == ((str(corpora / "a.jsonl"),), None)
+    assert train("mine") == (("a.jsonl",), "body") and train("plain") == (("own.json",), None)
     with pytest.raises(ValueError, match="mine and plain have their text in different fields: give --text-key"):
         train("mine", "plain")
     monkeypatch.setenv("MEGATRON_CORPORA", write(corpora / "b.json", '{"mine": {"files": ["a.jsonl"]}}'))
@@ -158,22 +147,14 @@ def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkey
         train("a.jsonl")
 
 
-@pytest.mark.parametrize("content", ['{"x": []}', '{"x": {"files": ["a"], "key": "b"}}'])
-def test_malformed_corpora_files(tmp_path: Path, content: str) -> None:
-    """tests/fuzz changes every part of the file."""
-    with pytest.raises(ValueError, match=r'c\.json.*"files": \["PATH"\]'):
-        read_corpora(Path(write(tmp_path / "c.json", content)))
-
-
 # --- the built-in corpus
 
 
 def test_the_builtin_corpus_is_prose() -> None:
     found, said = read("builtin")
-    assert 3e6 < sum(map(len, found)) < 8e6 and not said and tuple(found) == builtin_documents()
-    docstring, of_torch = "Collapse and truncate the given text to fit", "Applies a 2D convolution over an input"
-    assert all(any(part in text for text in found) for part in (docstring, of_torch))
-    assert all(is_prose(line) for text in found for line in text.splitlines())
+    assert 3e6 < sum(map(len, found)) < 8e6 and not said
+    for part in ("Collapse and truncate the given text to fit", "Applies a 2D convolution over an input"):
+        assert any(part in text for text in found)
 
 
 def test_the_builtin_corpus_repeats_nothing() -> None:

@@ -40,10 +40,6 @@ def texts_of(prefix: Path, key: str = "text") -> list[str]:
     return [BYTES.decode(data[number][:-1]) for number in range(len(data))]
 
 
-def pair(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
-
-
 @pytest.mark.parametrize("kind", ["bytes", "builtin"])
 def test_output_equals_the_tokenizer(tmp_path: Path, kind: str) -> None:
     """No text can inject an end-of-document token."""
@@ -155,11 +151,24 @@ def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
 
 
 def test_existing_output_is_kept_or_refused(tmp_path: Path, small_shards: None) -> None:
-    path = write_lines(tmp_path / "a.jsonl", some_texts(200))
-    first, before, said = run(path, tmp_path / "out"), (tmp_path / "out_text_document.bin").stat(), list[str]()
-    assert run(path, tmp_path / "out", said=said) == first and "nothing to do" in said[0]
+    path, said = write_lines(tmp_path / "a.jsonl", some_texts(200)), list[str]()
+    made, before = run(path, tmp_path / "out"), (tmp_path / "out_text_document.bin").stat()
+    assert run(path, tmp_path / "out", said=said) == made and "nothing to do" in said[0]
     assert (tmp_path / "out_text_document.bin").stat().st_mtime_ns == before.st_mtime_ns
     other = write_lines(tmp_path / "b.jsonl", some_texts(21))
     for given, change in ((path, {"append_eod": False}), (path, {"kind": "builtin"}), (other, {})):
         with pytest.raises(ValueError, match="exists and was made from different input or in a different way"):
             run(given, tmp_path / "out", **change)
+
+
+@pytest.mark.parametrize("file", ["00000_text.bin", "00001_text.idx", "merged_text.bin", "merged_text.idx"])
+def test_a_full_disk(tmp_path: Path, small_shards: None, file: str) -> None:
+    texts = some_texts(300)
+    path, full = write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out.shards" / file
+    full.parent.mkdir()
+    full.symlink_to("/dev/full")  # Each write to /dev/full fails as on a full disk.
+    with pytest.raises(OSError, match="no room left on the disk of .*/out: free some, .* with the finished shards"):
+        run(path, tmp_path / "out")
+    assert not full.is_symlink() and not list(tmp_path.glob("out_*"))
+    run(path, tmp_path / "out")
+    assert texts_of(tmp_path / "out") == texts

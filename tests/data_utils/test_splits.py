@@ -26,6 +26,7 @@ from data_utils.corpora.builtin import builtin_documents
 from data_utils.splits import parse_split, split_borders
 from data_utils.token_cache import tokenise
 from data_utils.tokenizers.base import ByteTokenizer, Tokenizer
+from tests.conftest import error_line
 from tests.data_utils.data_files import BYTES, write, write_pair
 
 
@@ -51,29 +52,26 @@ def test_parse_split() -> None:
             parse_split(bad)
 
 
-@pytest.mark.parametrize(
-    "lengths", [[5] * 100, [700, 900] * 125, [1] * 3, [100, 2, 2], [2, 2, 1000], [1, 500, 1, 500, 1], [7] * 4]
-)
-@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "90,0,10", "1", "1,0,1000"])
+@pytest.mark.parametrize("lengths", [[700, 900] * 125, [1] * 3, [2, 2, 1000], [1, 500, 1, 500, 1]])
+@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,0,10", "1", "1,0,1000"])
 def test_borders_follow_documents_or_shares(lengths: list[int], split: str) -> None:
     starts, shares = np.cumsum([0, *lengths]), shares_of(split)
     borders = split_borders(starts, shares, closed=True)
     assert len(borders) == 4 and borders[0] == 0 and borders[-1] == sum(lengths)
     between = set(borders) <= set(starts.tolist())
     for share, start, stop in zip(shares, borders, borders[1:], strict=False):
-        assert (stop > start) == (share > 0)
-        assert between or abs(stop - start - share * sum(lengths)) <= 2
-        assert len(lengths) < 100 or between and abs(stop - start - share * sum(lengths)) <= 2 * max(lengths)
+        difference = abs(stop - start - share * sum(lengths))
+        assert (stop > start) == (share > 0) and (between or difference <= 2)
+        assert len(lengths) < 100 or (between and difference <= 2 * max(lengths))
 
 
 @pytest.mark.parametrize(
     "lengths, split, closed, borders",
     [
-        ([160_000, 160_000, 80_001], "969,30,1", True, [0, 387_600, 399_600, 400_001]),
         ([81, 10, 9], "8,1,1", True, [0, 81, 91, 100]),  # The border is within 10 % of the share.
         ([810, 170, 20], "80,17,3", True, [0, 810, 980, 1000]),  # Borders are within 1 % of the shares.
         ([810, 160, 30], "80,19,1", False, [0, 800, 990, 1000]),
-        # The cut is by position, because a split would have fewer than two tokens.
+        # The splits are cut by position, because one of them would have fewer than two tokens.
         ([3, 3, 3], "969,30,1", True, [0, 3, 6, 9]),
     ],
 )
@@ -134,17 +132,16 @@ def test_prepared_pairs_and_their_tokenizers(tmp_path: Path) -> None:
 
 
 def test_unigram_entropy() -> None:
-    train = np.array([0] * 7 + [1] * 3 + [2] * 1)  # With 1 added to each count, these are 8, 4, 2, 1 of 15.
-    valid = np.array([0, 1, 2, 3], dtype=np.uint16)
-    expected = -np.log2(np.array([8, 4, 2, 1]) / 15).sum() / (1 + 2 + 3 + 0)
-    assert unigram_bits_per_byte(train, valid, np.array([1, 2, 3, 0]), 4) == pytest.approx(expected)
+    train, valid = np.array([0] * 7 + [1] * 3), np.array([0, 1, 2], dtype=np.uint16)
+    # With 1 added to each count, the frequencies are 8, 4 and 1 of 13.
+    expected = -np.log2(np.array([8, 4, 1]) / 13).sum() / (1 + 2 + 0)
+    assert unigram_bits_per_byte(train, valid, np.array([1, 2, 0]), 3) == pytest.approx(expected)
 
 
 def test_xz_equals_the_command_and_uses_the_training_text() -> None:
     train, held = ("".join(part).encode() for part in (builtin_documents()[:60], builtin_documents()[60:70]))
-    command = len(lzma.compress(train + held, preset=9)) - len(lzma.compress(train, preset=9))
-    assert xz_bits_per_byte(train, held) == pytest.approx(command * 8 / len(held), rel=0.01)
-    assert xz_bits_per_byte(train, train[:50_000]) < 0.1
+    added = len(lzma.compress(train + held, preset=9)) - len(lzma.compress(train, preset=9))
+    assert xz_bits_per_byte(train, held) == pytest.approx(added * 8 / len(held), rel=0.01)
 
 
 OLD = time.time_ns() - 10**12
@@ -269,10 +266,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(cache: Cache) -> None:
 
 def test_the_cache_folder(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache.write("a.txt", "some text")
-    for folder in (f"{path}/cache", "/proc/cache"):
-        with pytest.raises(ValueError, match="--data-cache-path") as error:
-            cache.read(path, cache_path=folder)
-        assert "\n" not in str(error.value)
+    assert "--data-cache-path" in error_line(lambda: cache.read(path, cache_path=f"{path}/cache"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.texts))
     cache.read(path, cache_path=None)
     assert list((cache.texts / "gpt2-model-parallel" / "data").glob("*.idx"))

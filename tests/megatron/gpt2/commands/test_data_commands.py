@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,12 +28,6 @@ def run(name: str, line: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
 # --- preprocess_data
 
 
-def write(path: Path, count: int) -> str:
-    return write_lines(
-        path, [f"document {number} of some length, which is padded here " * 20 for number in range(count)]
-    )
-
-
 def flags(path: str | Path, prefix: str | Path) -> str:
     return f"--input {path} --output-prefix {prefix} --tokenizer-type bytes --append-eod"
 
@@ -53,59 +46,24 @@ def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
     assert done.returncode == 0 and re.search(counted, done.stdout), done.stdout + done.stderr
 
 
-def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", 40_000)  # about 42 MB, which are five shards
+def test_killed_and_started_again(tmp_path: Path) -> None:
+    # The file has about 42 MB, which are five shards.
+    texts = (f"document {number} of some length, which is padded here " * 20 for number in range(40_000))
+    path = write_lines(tmp_path / "a.jsonl", texts)
     assert run("preprocess_data", flags(path, tmp_path / "whole")).returncode == 0
     line = f"{sys.executable} {ROOT}/tools/preprocess_data.py {flags(path, tmp_path / 'out')} --workers 2"
-    kept = 0
-    for _ in range(2):  # Each run ends after one more complete shard.
-        process = subprocess.Popen(line.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        while process.poll() is None and len(list(tmp_path.glob("out.shards/?????.json"))) <= kept:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        kept = len(list(tmp_path.glob("out.shards/?????.json")))
-    assert 2 <= kept < 5
+    process = subprocess.Popen(line.split(), stdout=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob("out.shards/?????.json")):
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert len(list(tmp_path.glob("out.shards/?????.json"))) < 5
     again = run("preprocess_data", flags(path, tmp_path / "out"))
     assert again.returncode == 0, again.stderr
     names = [[f"{name}_text_document{suffix}" for suffix in (".bin", ".idx", ".json")] for name in ("out", "whole")]
     for resumed, whole in zip(*names, strict=True):
         assert (tmp_path / resumed).read_bytes() == (tmp_path / whole).read_bytes(), resumed
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", *names[0], *names[1]]
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    """If the disk is full at the start, in a shard or in the merge, the program prints one error line and leaves no
-    partial files. With room it continues."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB in two shards. Shards and result have 42 MB of tokens each.
-    mounted = f"mount -t tmpfs -o size=100m tmpfs {disk} && "
-    alone = "unshare --map-root-user --mount sh -c".split()
-    if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
-        pytest.skip("no small filesystem can be mounted here")
-    program = f"from {__name__} import fill_up; fill_up({path!r}, {str(disk)!r})"
-    words = [*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-
-
-def fill_up(path: str, disk: str) -> None:
-    """Preprocess `path` onto a disk of 100 MB with more and more free space, in a separate mount namespace."""
-    line, kept = flags(path, Path(disk) / "out"), []
-    for ballast in (95, 70, 40, 0):
-        Path(disk, "ballast").write_bytes(bytes(ballast << 20))
-        done = run("preprocess_data", line)
-        left = sorted(entry.name for entry in Path(disk).rglob("*"))
-        assert not any("tmp" in name for name in left), left
-        if ballast:
-            full = r"error: no room left on the disk of .*/out: free some, .* with the finished shards\n"
-            assert done.returncode == 2 and re.fullmatch(full, done.stderr), done.stderr
-            assert not any(name.startswith("out_") for name in left), left
-            kept.append(sum(name.endswith(".json") for name in left))
-        else:
-            assert done.returncode == 0, done.stderr
-    assert kept[0] < kept[-1], kept
 
 
 # --- inspect_data and merge_datasets
@@ -135,18 +93,15 @@ def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[s
     for suffix in (".bin", ".idx", ".json"):
         path = Path(f"{prefix}{suffix}")
         whole = path.read_bytes()
-        for place in draw.sample(range(8 * len(whole)), 40):
+        for bit in draw.sample(range(8 * len(whole)), 40):
             flipped = bytearray(whole)
-            flipped[place // 8] ^= 1 << place % 8
+            flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
             try:
                 found = inspect.main([prefix, "--verify"]) == 1 and "DAMAGED" in capsys.readouterr().out
             except ValueError as error:  # The file is refused when it is opened.
                 found = "is damaged" in str(error)
-            assert found, (suffix, place)
-        path.write_bytes(whole[:-2])
-        with pytest.raises(ValueError, match="is damaged"):
-            inspect.main([prefix, "--verify"])
+            assert found, (suffix, bit)
         path.write_bytes(whole)
     assert inspect.main([prefix, "--verify"]) == 0
 
