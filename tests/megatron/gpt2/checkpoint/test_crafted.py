@@ -13,9 +13,8 @@ import hashlib
 import json
 import operator
 import os
-import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,6 @@ from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_
 FILES = [f"mp_rank_0{rank}/model.safetensors" for rank in (0, 1)]
 FILE, TABLE = f"files {FILES[0]}", f"tables {table_path(0)}"
 WHOLE = torch.arange(48.0).view(8, 6)
-NO_NUMBERS = [True, 1.0, -1, "1", None, [], {}, float("inf"), float("nan"), 1 << 62, 10**4000]
 Change = tuple[str, Any]  # (path to a value: keys and indices in one text, new value)
 
 
@@ -147,9 +145,7 @@ def text(tensors: str = "", more: str = "") -> str:
 
 TEXTS: list[Callable[[], str]] = [  # Functions, because some of the texts have megabytes.
     lambda: "",
-    lambda: "[" + text(),
     lambda: text(more='"x": ' + "[" * 100_000),
-    lambda: text(more='"iteration": 1, '),  # a second key
     lambda: text('"\\ud800": 0'),  # a lone surrogate
     lambda: text().replace("1", "1" * 100_000, 1),  # a number of many digits
     lambda: text('"a\\nb\\rc": {"dtype": "F32", "shape": [1]}'),  # lines in a name
@@ -161,19 +157,6 @@ TEXTS: list[Callable[[], str]] = [  # Functions, because some of the texts have 
 
 # ------------------------------------------------------------------------------------------- values and types
 
-NUMBERS = ["version", "iteration", "tensors x shape 1"]
-NUMBERS += [f"{FILE} bytes", f"{FILE} boxes x offset 0", f"{FILE} boxes x shape 1"]
-TABLE_NUMBERS = [*(f"table_ranges 0 0 {column}" for column in range(4)), "tensors x table_ranges", f"{TABLE} bytes"]
-
-
-@pytest.mark.parametrize("version, ways", [("oldest", NUMBERS), ("newest", TABLE_NUMBERS)])
-def test_numbers_of_another_type(request: pytest.FixtureRequest, version: str, ways: list[str]) -> None:
-    folder = request.getfixturevalue(version)
-    true = contents(folder)
-    for way in ways:
-        for value in NO_NUMBERS:
-            refused(folder, (way, value), base=true)
-
 
 def slices(*found: tuple[list[int], list[int]]) -> Change:
     return f"{FILE} boxes", {f"x#{i}": {"offset": offset, "shape": size} for i, (offset, size) in enumerate(found)}
@@ -183,20 +166,17 @@ SLICES: list[list[Change]] = [
     [slices(([0, 0], [3, 6]))],  # a gap
     [slices(([1, 0], [4, 6]))],  # an overlap with the other file
     [slices(([0, 0], [3, 6]), ([2, 0], [1, 6]))],  # a gap and an overlap of equal size
-    [slices(([5, 0], [4, 6]))],  # outside
     # greater than any file
     [slices(([0, 0], [1 << 61, 1 << 61])), ("tensors x shape", [(1 << 61) + 4, 1 << 61])],
     [slices(([0, 0], [4, 6]), ([4, 0], [0, 6]))],  # empty
-    [slices(([0], [24]))],  # one dimension
     [slices(*(([0, i], [1, 1]) for i in range(30_000))), ("tensors x shape", [1, 30_000])],
     [("tensors x shape", [1 << 60, 1 << 60])],
-    [("tensors x dtype", "F64")],
     [(f"{FILE} boxes y", {"offset": [0], "shape": [1]})],  # of an unknown tensor
     [("tensors y", {"dtype": "F32", "shape": [4]})],  # a tensor without a slice
-    [("tensors x shape", [8, 6, 1]), slices(([0, 0, 0], [4, 6, 1]))],
     # more than the file holds
     [("tensors y", {"dtype": "U8", "shape": [1000]}), (f"{FILE} boxes y", {"offset": [0], "shape": [1000]})],
-    [("version", 0)],
+    *([("version", number)] for number in (True, 0, -1, 1.0, "1", None, float("nan"), 10**4000)),
+    [(f"{FILE} boxes x offset 0", 1 << 62)],
     [("iteration", 2)],
     [("facts", [{}] * 1_000_000)],
 ]
@@ -218,8 +198,6 @@ PATHS = """/etc/passwd /dev/zero .. ../../secret ../iter_0000002/mp_rank_00/mode
     ./mp_rank_00/model.safetensors mp_rank_00/model.safetensors/ mp_rank_00\\..\\x.safetensors
     mp_rank_٠٠/model.safetensors mp_rank_00/x.pt ~/x.safetensors $HOME/x.safetensors C:/x.safetensors
     file:///etc/passwd""".split()
-TABLE_PATHS = """../tables/rank_00000.jsonl /dev/zero tables/../tables/rank_00000.jsonl manifest.json
-    mp_rank_00/model.safetensors tables/rank_٠٠٠٠٠.jsonl tables//rank_00000.jsonl boxes/rank_00000.jsonl""".split()
 
 
 def test_paths_elsewhere(oldest: Path) -> None:
@@ -233,21 +211,15 @@ def test_paths_elsewhere(oldest: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def test_tables_elsewhere(newest: Path) -> None:
-    true = contents(newest)
-    for path in (*TABLE_PATHS, "tables/rank_00000.jsonl\n"):
-        listed = {path: {"bytes": 1, "sha256": "", "files": 1}}
-        assert "names the file" in refused(newest, ("tables", listed), base=true), path
-
-
 SAID: list[list[Change]] = [
     [("table_ranges 0 1 0", 0)],
-    [("table_ranges 0 0 2", 5)],
+    *([("table_ranges 0 0 2", number)] for number in (5, -1, True, "4", 1 << 62)),
     [("table_ranges 0", [[0, 0, 4, 23], [1, 4, 8, 25]])],
     [("table_ranges 0 0", [0, 0, 4])],
     [("tensors x table_ranges", 1)],
     [("tensors y", {"dtype": "F32", "shape": [8, 6], "table_ranges": 0})],
     [("tables", {})],
+    [("tables", {"../tables/rank_00000.jsonl": {"bytes": 1, "sha256": "", "files": 1}})],
     [(f"{TABLE} sha256", "0" * 64)],
     [(f"{TABLE} bytes", 1 << 40)],
     [("table_ranges", [[[0, 0, 4, 24], [1, 4, 8, 24]], [[i, 0, 1, 1] for i in range(100_000)]])],
@@ -260,26 +232,6 @@ def test_what_a_manifest_says_of_tables(newest: Path) -> None:
         refused(newest, *changes, base=true)
     said = "format version 4 is newer than 3, the newest that this program reads: update the program"
     assert f"{newest / MANIFEST}: {said}" in refused(newest, ("version", 4), base=true)
-
-
-def put_table(folder: Path, data: bytes, rank: int = 0) -> None:
-    """Write a table with these bytes, and put its size and hash into the manifest."""
-    (folder / table_path(rank)).write_bytes(data)
-    info = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "files": 1}
-    change(folder, (f"tables {table_path(rank)}", info))
-
-
-SECOND_LINES = [b"", b"[]", b"[" * 100_000, b" " * (17 << 20), b'{"a": 1, "a": 1}']
-
-
-def test_tables_of_other_things(newest: Path) -> None:
-    own = (newest / table_path(0)).read_bytes()
-    for data in (b"", b"\x80\x04cposix\nsystem\n.", *(b"{}\n" + line for line in SECOND_LINES)):
-        put_table(newest, data)
-        refused(newest)
-    put_table(newest, own)
-    put_table(newest, own, rank=1)
-    refused(newest, ("table_ranges 0", [[0, 0, 4, 24], [1, 0, 4, 24]]))
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -302,32 +254,12 @@ def test_what_is_no_file(newest: Path, file: str) -> None:
         (newest / file).rmdir() if make is Path.mkdir else (newest / file).unlink()
 
 
-def headers(header: bytes) -> Iterator[bytes]:
-    """Return changed safetensors headers, with the bytes before them."""
-    entry = header[header.index(b'"x"') : header.rindex(b"}")]
-    for old, new in [
-        (b"F32", b"I32"),
-        (b"[4,6]", b"[6,4]"),
-        (b"mp_rank_00", b"mp_rank_01"),
-        (b'"iteration":"1"', b'"iteration":"2"'),
-        (entry, entry + b"," + entry),
-    ]:
-        changed = header.replace(old, new)
-        yield len(changed).to_bytes(8, "little") + changed
-    for changed in (b"", pickle.dumps(header), header + b" ", b" " * (17 << 20)):
-        yield len(changed).to_bytes(8, "little") + changed
-    yield b"\xff" * 8 + header
-
-
-def test_headers_that_disagree(oldest: Path) -> None:
+def test_headers_that_differ_from_the_table(oldest: Path) -> None:
     data = (oldest / FILES[0]).read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    for header in headers(data[8:end]):
-        assert header != data[:end]
-        changed = header + data[end:]
+    for old, new in ((b"F32", b"I32"), (b"[4,6]", b"[6,4]"), (b"mp_rank_00", b"mp_rank_01")):
+        changed = data.replace(old, new, 1)
         (oldest / FILES[0]).write_bytes(changed)
-        sha256 = hashlib.sha256(changed).hexdigest()
-        refused(oldest, (f"{FILE} bytes", len(changed)), (f"{FILE} sha256", sha256))
+        refused(oldest, (f"{FILE} sha256", hashlib.sha256(changed).hexdigest()))
 
 
 # ------------------------------------------------------------------------------------------------------- metadata
@@ -338,18 +270,16 @@ GREAT, MODEL = 1 << 40, "config model"
 PLACES: dict[str, list[Any]] = {
     "config": [{}],
     MODEL: [{}],
-    "config data train_data": ["x", [1]],
+    "config data train_data": [[1]],
     "config train seed": [1.0],
     **{f"{MODEL} {name}": [0, -1, GREAT, 10**400, 1.0] for name in ("num_layers", "make_vocab_size_divisible_by")},
     f"{MODEL} num_attention_heads": [0, 3, GREAT],
     f"{MODEL} gelu": [],
     "vocab_size": [0, 7, GREAT],
     "consumed_samples": [-1, 1.0, 1 << 62],
-    "tokenizer": [{}],
     "tokenizer fingerprint": [3],
-    "optimizer": [{}],
     "optimizer adam_steps": [-1, 1.0, 1 << 62],
-    "optimizer loss_scaler": [{"scale": "1"}, {"scale": None}],
+    "optimizer loss_scaler": [{"scale": "1"}],
 }
 
 
@@ -372,7 +302,7 @@ def with_metadata(trained: NativeCheckpoint, metadata: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("place", PLACES)
 def test_invalid_metadata(trained: NativeCheckpoint, place: str) -> None:
     *keys, last = place.split()
-    for value in ["a word", [[]], {"x": None}, True, float("nan"), *PLACES[place]]:
+    for value in ["a word", [[]], True, float("nan"), *PLACES[place]]:
         metadata = copy.deepcopy(trained.metadata)
         at = functools.reduce(operator.getitem, keys, metadata)
         if value not in PLACES[place] and type(value) is type(at[last]):

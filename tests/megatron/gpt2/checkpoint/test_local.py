@@ -3,14 +3,11 @@ damaged ones."""
 
 from __future__ import annotations
 
-import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -31,16 +28,12 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str
     logged: list[str] = []
     own = folder / HOSTS[rank]  # a folder instead of the machine's memory
     local = LocalCheckpoints(own / "abc", HOSTS, rank, dist.group.WORLD, "word", logged.append)
-    saved, synced = [], list[str]()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    saved = []
     for iteration in (1, 2, 3):
         shard = ShardedTensor(ROWS[2 * rank : 2 * rank + 2] * iteration, (8, 4), (2 * rank, 0))
         saved.append(local.save(iteration, {f"mp_rank_{rank:02d}/model.safetensors": {"w": shard}}, {"at": iteration}))
-    patch.undo()
-    found: dict[str, Any] = {"saved": saved, "synced": sum(path.endswith(".safetensors") for path in synced)}
     dist.barrier()
-    found["files"] = sorted(str(path.relative_to(own / "abc")) for path in own.rglob("*.safetensors"))
+    files = sorted(str(path.relative_to(own / "abc")) for path in own.rglob("*.safetensors"))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder / "b")  # A new machine with an empty disk replaces machine b.
@@ -54,19 +47,12 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str
     place = (0, 1) if rank < 2 else (rank - 2, 2)
     dist.barrier()
     dist.destroy_process_group()
-    found["older"] = assemble_local_checkpoint(
-        str(folder), str(own), 3, RankInfo(rank, world_size, *place, rendezvous=rendezvous), logged.append
-    )
-    rendezvous.store.set(f"done/{rank}", "")
-    rendezvous.store.wait([f"done/{other}" for other in range(world_size)])
-    # A new prefix, because `gather` accepts each name once in a run.
-    rendezvous = Rendezvous(PrefixStore("again", store), None, rendezvous.hosts, alive)
     ranks = RankInfo(rank, world_size, *place, rendezvous=rendezvous)
     at = assemble_local_checkpoint(str(folder), str(own), 2, ranks, logged.append)
     assert at is not None, logged
     checkpoint = find_checkpoint(at, log=logged.append)  # There is no warning.
     assert checkpoint.iteration == 3
-    found |= {"w": checkpoint.read("w"), "at": checkpoint.metadata["at"], "said": logged}
+    found = {"saved": saved, "files": files, "w": checkpoint.read("w"), "at": checkpoint.metadata["at"], "said": logged}
     dist.init_process_group("gloo", store=PrefixStore("the end", store), rank=rank, world_size=world_size)
     dist.barrier()  # Rank 0 has the store, so it must be the last one.
     return found
@@ -74,8 +60,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str
 
 def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) -> None:
     found = run_ranks(save_lose_and_assemble, 4, tmp_path)
-    assert all(one["saved"] == [True] * 3 and one["older"] is None for one in found)
-    assert sum(one["synced"] for one in found) == 3 * (4 + 4), "the files of four ranks, and a copy of each"
+    assert all(one["saved"] == [True] * 3 for one in found)
     # Each machine has the last two checkpoints: the files of its ranks and of the previous machine.
     by_machine = {"a": (0, 2, 3), "b": (1, 0), "c": (2, 3, 1)}
     for host, one in zip(HOSTS, found, strict=True):
@@ -126,10 +111,6 @@ def test_a_run_goes_on_from_the_newest_and_from_none_that_is_damaged(tmp_path: P
     assert newest_iteration(where, one_machine=True) == 4, "as the line of a restart has it"
     file.write_bytes(b"")
     assert newest_iteration(where, one_machine=True) == 2 and newest_iteration(where, one_machine=False) == 4
-    assert (
-        newest_iteration(replace(where, local_checkpoint_dir=None, local_checkpoint_interval=None), one_machine=True)
-        == 1
-    )
     data[-1] ^= 1
     file.write_bytes(data)
     trainer = start(0, 1, tmp_path, flags)

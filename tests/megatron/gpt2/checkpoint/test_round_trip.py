@@ -1,4 +1,4 @@
-"""Save and load under any two layouts: slices, flat ranges, random states, and only the tables that a load needs."""
+"""Save and load under any two layouts: slices, flat ranges, and only the tables that a load needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
 
 import mpu
 from megatron.gpt2.checkpoint import reader
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint
-from megatron.gpt2.checkpoint.sharded_state import load_rng_state, load_sharded_state_dict, rng_state_dict
+from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
@@ -48,58 +47,15 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
 def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
     checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
-
-    def load(specs: dict[str, PartitionSpec], kind: str) -> None:
-        load_sharded_state_dict(
-            [ParamShard(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
-            specs,
-            checkpoint,
-            tp_rank=0,
-            tp_size=1,
-        )
-
     for specs, kind, said in (
         ({**SPECS, "row": PartitionSpec((8, 32), 1)}, "model", r"row has shape \(8, 16\) in the .* and \(8, 32\)"),
         ({**SPECS, "more": PartitionSpec((8,))}, "model", "holds no model.more"),
         ({"row": SPECS["row"]}, "model", "holds model.embedding, which this run does not have"),
         (SPECS, "exp_avg_cubed", "--no-load-optim"),
     ):
+        shards = [ParamShard(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()]
         with pytest.raises(ValueError, match=said):
-            load(specs, kind)
-
-
-def test_random_generators_come_back(tmp_path: Path) -> None:
-    def place(tp_rank: int, tp_size: int, dp_size: int) -> mpu.ParallelState:
-        return mpu.ParallelState(
-            tensor_model_parallel_rank=tp_rank, tensor_model_parallel_size=tp_size, data_parallel_size=dp_size
-        )
-
-    def drawn() -> Tensor:
-        with tracker.fork():
-            own = torch.rand(3)
-        return torch.cat([own, torch.rand(3)])
-
-    cpu, tracker = torch.device("cpu"), mpu.get_cuda_rng_tracker()
-    before = torch.get_rng_state(), tracker.get_states()
-    try:
-        tracker.reset()
-        tracker.add("model-parallel-rng", 5)
-        for rank in (1, 0):
-            files = {f"mp_rank_0{rank}/rng_dp_00.safetensors": rng_state_dict(place(rank, 2, 1), cpu)}
-            layout = {"tensor_model_parallel_size": 2, "data_parallel_size": 1}
-            write(tmp_path, 1, files, metadata={"layout": layout}, rank=rank, world_size=2)
-        expected = drawn()
-        checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
-        assert not torch.equal(drawn(), expected)
-        assert load_rng_state(checkpoint, place(1, 2, 1), cpu)
-        assert torch.equal(drawn(), expected)
-        state = torch.get_rng_state()
-        for tp_size, dp_size, device in ((1, 1, cpu), (2, 2, cpu), (2, 1, torch.device("cuda"))):
-            assert not load_rng_state(checkpoint, place(0, tp_size, dp_size), device)
-        assert torch.equal(torch.get_rng_state(), state)
-    finally:
-        torch.set_rng_state(before[0])
-        tracker.set_states(before[1])
+            load_sharded_state_dict(shards, specs, checkpoint, tp_rank=0, tp_size=1)
 
 
 def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: Path, flags: 
 
 
 LAYOUTS = [
-    (2, 2, f"{SHARDED} --deterministic"),
+    (2, 2, f"{SHARDED} --deterministic --dropout-rng torch"),
     (1, 2, f"{SHARDED} --cpu-offload-optimizer --precision bf16 --hidden-size 48 --ddp-bucket-size 10000"),
     (1, 1, "--async-save --precision bf16"),
     (1, 2, "--precision fp16 --initial-loss-scale 1e6 --loss-scale-window 4"),
