@@ -400,7 +400,7 @@ def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path):
     none."""
     write_byte_vocabulary(tmp_path / "vocab.json", tmp_path / "merges.txt")
     vocabulary = ["--vocab-file", f"{tmp_path}/vocab.json", "--merge-file", f"{tmp_path}/merges.txt"]
-    write_megatron(tmp_path / "theirs", random_weights(), "flat", args=False)
+    write_megatron(tmp_path / "theirs", random_weights(), "flat", with_args=False)
     words = [str(tmp_path / "theirs"), *"--to native --num-attention-heads 4 --vocab-size 101".split()]
     checkpoint = tool("checkpoint")
     with pytest.raises(

@@ -13,12 +13,11 @@ import pickle
 import random
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -103,7 +102,7 @@ DEEP = 80_000
 LONG = b"\x8a\x08" + struct.pack("<q", 1 << 45)
 # The object has 2**60 leaves.
 DOUBLED = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
-SIZE, INDEX = named("torch.Size"), named("torch.distributed.checkpoint.metadata.MetadataIndex")
+SIZE = named("torch.Size")
 SAID = {"n_layer": 1, "n_embd": 8, "n_head": 1, "block_size": 8, "vocab_size": 9}
 # The data are valid, but not a checkpoint.
 WELL_FORMED = {
@@ -127,21 +126,16 @@ STREAMS = IN_BOTH | {
     "a class's key that takes years to hash": b"}" + SIZE + DOUBLED + b"\x85R\x94h\xffNs",
     "a bytearray of 2**60 bytes": b"\x96" + struct.pack("<Q", 1 << 60),
     "an empty stack": b"a",
-    "nothing that was kept": b"h\x07",
     "kept under a large number": b"Nr\xff\xff\xff\x7f",
     "a name of long strings": (b"X" + struct.pack("<I", 10**6) + b"a" * 10**6) * 2 + b"\x93",
-    "items for a tuple": b")K\x02K\x03s",
     "a key twice": b"}(" + (text("a") + b"N") * 2 + b"u",
-    "a call of a number": b"K\x01)R",
     "a name too often": SIZE * 600_000,
     "too many names": b"".join(named(f"numpy.dtypes.N{i}DType") for i in range(100_000)),
     "copies of a long list": b"](" + b"N" * 50_000 + b"eq\x00" + (b"cbuiltins\nset\nh\x00\x85R") * 50_000 + b"a",
     "a storage of an unknown type": tensor(storage("Quint8")),
-    "a storage that is missing": tensor(storage(key=text("7"))),
     "a storage larger than its record": tensor(storage(numel=b"K\x05")),
     "a tensor before its storage": tensor(storage(), offset=b"J\xfe\xff\xff\xff"),
     "a tensor of 2**45 equal elements": tensor(storage(), shape=LONG + b"\x85", stride=b"K\x00\x85"),
-    "a tensor of negative stride": tensor(storage(), stride=b"J\xff\xff\xff\xff\x85"),
     "a tensor of a thousand dimensions": tensor(storage(), b"K\0", *(b"(" + b"K\x01" * 1000 + b"t",) * 2),
     "another type's memory": named("torch._utils._rebuild_wrapper_subclass") + b")R",
     "nothing": b"",
@@ -153,16 +147,11 @@ LEGACY: dict[str, tuple[bytes, Any, bytes]] = {
     **{name: (stream.replace(b"K\x04tQ", b"K\x04NtQ"), ["0"], FOUR) for name, stream in IN_BOTH.items()},
     "a key of a storage that takes years to hash": (GOOD_LEGACY, b"\x80\x02]" + DOUBLED + b"a.", FOUR),
     "no key": (GOOD_LEGACY, [], FOUR),
-    "a key twice": (GOOD_LEGACY, ["0", "0"], FOUR * 2),
     "a storage cut short": (GOOD_LEGACY, ["0"], FOUR[:-1]),
-    "another length": (GOOD_LEGACY, ["0"], struct.pack("<q", 5) + b"\0" * 20),
     "thousands of storages": (b"](" + THOUSANDS + b"e", list(map(str, range(2000))), b""),
 }
 FILES |= {f"zip: {name}": partial(zip_of, stream) for name, stream in (STREAMS | WELL_FORMED).items()}
 FILES |= {f"legacy: {name}": partial(legacy_of, *parts) for name, parts in LEGACY.items()}
-FILES["legacy: big endian"] = partial(
-    with_file, "ckpt.pt", MAGIC + pickle.dumps({"little_endian": False}, 2) + pickle.dumps({}, 2)
-)
 
 
 # --- zip files
@@ -175,11 +164,6 @@ def zip_with(change: Callable[[zipfile.ZipFile], object], folder: Path) -> None:
         change(archive)
 
 
-def a_record_twice(archive: zipfile.ZipFile) -> None:
-    with pytest.warns(UserWarning):
-        archive.writestr("archive/data.pkl", b"\x80\x02}.")
-
-
 def records_that_overlap(archive: zipfile.ZipFile) -> None:
     for number in range(20):
         entry = zipfile.ZipInfo(f"archive/data/{number}")
@@ -188,20 +172,13 @@ def records_that_overlap(archive: zipfile.ZipFile) -> None:
         archive.filelist.append(entry)
 
 
-def a_size_past_the_end(archive: zipfile.ZipFile) -> None:
-    archive.infolist()[0].file_size = archive.infolist()[0].compress_size = 1 << 31
-
-
 ARCHIVES: dict[str, Callable[[zipfile.ZipFile], object]] = {
     "a bomb": lambda archive: archive.writestr("archive/x", b"\0" * 10**8, zipfile.ZIP_DEFLATED),
-    "a record twice": a_record_twice,
     # The records overlap.
     "a hundred thousand records": lambda archive: archive.filelist.extend(archive.filelist * 10**5),
     "records that overlap": records_that_overlap,
-    "a size past the end": a_size_past_the_end,
 }
 FILES |= {f"zip: {name}": partial(zip_with, change) for name, change in ARCHIVES.items()}
-FILES["zip: big endian"] = partial(zip_of, b"}", byteorder=b"big")
 for _name, _data in {"empty": b"", "noise": random.Random(0).randbytes(100_000)}.items():
     FILES[f"ckpt.pt of {_name}"] = partial(with_file, "ckpt.pt", _data)
 
@@ -214,32 +191,25 @@ def entry(shape: str = "[4,4]", offsets: str = "[0,64]") -> bytes:
 
 
 CONFIGS: tuple[dict[str, Any], ...] = (
-    *({"n_layer": value} for value in (10**6, 10**30, "4", None)),
-    *({"n_head": value} for value in (0, -4, True)),
+    {"n_layer": 10**30},
+    {"n_head": 0},
     {"n_embd": 10**9, "n_head": 10**9},
     {"vocab_size": 2**31},
     {"layer_norm_epsilon": float("nan")},
-    {"attn_pdrop": 2},
     {"activation_function": [["gelu"]]},
-    {"n_inner": 2**31},
     {"model_type": {"gpt2": 1}},
 )
 CONFIG_TEXTS = {
     "nested deeply": b"[" * 10**6,
-    "no object": b"[]",
-    "a key twice": b'{"model_type": "gpt2", "model_type": "gpt2"}',
     "a number of a million digits": b'{"n_layer": ' + b"9" * 10**6 + b"}",
     "50 MB": b" " * 50_000_000,
-    "no UTF-8": b'{"\xff": 1}',
 }
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 HEADERS = {
-    "a key twice": b"{" + entry() + b"," + entry() + b"}",
     "a header of 40 MB": b" " * 40_000_000,
     "25,000 empty tensors": json.dumps({f"t{i}": EMPTY for i in range(25_000)}).encode(),
     "offsets past the end": b"{" + entry("[8,4]", "[0,128]") + b"}",
     "a shape of 2**64": b"{" + entry("[4294967296,4294967296]", "[0,0]") + b"}",
-    "no tensors": b"{}",
 }
 
 
@@ -256,12 +226,12 @@ def with_index(weight_map: Any, folder: Path) -> Path:
 
 FILES |= {f"config.json: {config}": partial(with_config, config) for config in CONFIGS}
 FILES |= {f"config.json: {name}": partial(with_file, "config.json", data) for name, data in CONFIG_TEXTS.items()}
-for _length, _name, _data in ((1 << 63, "a header of 2**63 bytes", b"{}"), *((0, *item) for item in HEADERS.items())):
-    _data = struct.pack("<Q", _length or len(_data)) + _data + b"\0" * 64
+HEADERS["a header of 2**63 bytes"] = b""
+for _name, _data in HEADERS.items():
+    _data = struct.pack("<Q", len(_data) or 1 << 63) + _data + b"\0" * 64
     FILES[f"safetensors: {_name}"] = partial(with_file, "model.safetensors", _data)
-INDICES = ("../model.safetensors", "/etc/passwd", "pytorch_model.bin", 7, "2.safetensors")
-for _index in ([1], {"x": "model-1.safetensors"}, *({"transformer.wte.weight": file} for file in INDICES)):
-    FILES[f"index: {_index}"] = partial(with_index, _index)
+for _target in ("../model.safetensors", "pytorch_model.bin", 7, "2.safetensors"):
+    FILES[f"index: {_target}"] = partial(with_index, {"transformer.wte.weight": _target})
 
 
 # --- Megatron's dictionaries
@@ -275,11 +245,6 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[dict[str, Any]], ob
     return lambda top: top["model"]["language_model"]["encoder"].update({name: value})
 
 
-def without_a_layer(top: dict[str, Any]) -> None:
-    held = top["model"]["language_model"]
-    held["encoder"] = {name: x for name, x in held["encoder"].items() if not name.startswith("layers.1.")}
-
-
 def fan(width: int, depth: int) -> dict[str, Any]:
     """Return nested dictionaries with width**depth names, made of only `depth` small dictionaries."""
     inner: dict[str, Any] = {"x": torch.ones(1)}
@@ -289,28 +254,18 @@ def fan(width: int, depth: int) -> dict[str, Any]:
 
 
 def ranks_up_to_999(folder: Path) -> None:
-    write_megatron(folder, random_weights(), "v2", version=3)
-    (folder / "iter_0000007/mp_rank_00").rename(folder / "iter_0000007/mp_rank_999")
-
-
-def a_latest_file_that_leads_out(folder: Path) -> None:
-    write_megatron(folder.parent / "there", random_weights(), "v2", version=3)
-    (folder / "latest_checkpointed_iteration.txt").write_text("../there")
+    file = write_megatron(folder, random_weights(), "v2", version=3)
+    file.parent.rename(file.parents[1] / "mp_rank_999")
 
 
 TOPS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a model that is a list": lambda top: top.update(model=[1]),
-    "a negative iteration": lambda top: top.update(iteration=-1),
-    "an unknown version": lambda top: top.update(checkpoint_version=9),
     "a model of a million names": lambda top: top.update(model={"language_model": fan(16, 5)}),
-    "a layer that is missing": without_a_layer,
     "a layer of number 10**9": with_tensor("layers.1000000000.input_layernorm.weight", torch.ones(48)),
     "integers for weights": with_tensor("final_layernorm.weight", torch.ones(48, dtype=torch.int64)),
-    "a name twice": lambda top: top["model"].update({"transformer.final_layernorm.bias": torch.ones(48)}),
     "heads without end": lambda top: setattr(top["args"], "num_attention_heads", 10**18),
 }
 FILES |= {f"megatron: {name}": partial(with_top, change) for name, change in TOPS.items()}
-FILES |= {function.__name__: function for function in (ranks_up_to_999, a_latest_file_that_leads_out)}
+FILES["ranks up to 999"] = ranks_up_to_999
 
 
 # --- .metadata: streams of instructions, and genuine files with one change
@@ -332,10 +287,8 @@ FILES |= {f"zip: {name}": partial(zip_of, stream) for name, stream in CALLS.item
 META_STREAMS = CALLS | {
     "pickle of megatron": named("megatron.core.dist_checkpointing.strategies.torch.pickle") + ARGS + b"R",
     "a tensor": named("torch._utils._rebuild_tensor_v2") + ARGS + b"R",
-    "a number": b"K\x07",
     "too many states": SIZE + b"\x94" + b"h\x00)\x81}K\x01K\x01sb" * 300_000,
     "a long list in many": b"](" + b"N" * 50_000 + b"e\x94" + (SIZE + b"h\x00\x85R") * 50_000,
-    "an index without a name": b"}" + INDEX + b")\x81Ns",
 }
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 # A change gets the metadata, the index of a slice of the word embeddings, and the entry of the word embeddings.
@@ -349,15 +302,13 @@ def changed_metadata(change: Change, genuine: bytes) -> bytes:
     return pickle.dumps(held, 5)  # `.metadata` of torch has protocol 4.
 
 
-def slices(shapes: Mapping[Any, tuple[int, ...]], size: tuple[int, ...]) -> Change:
-    """Return a tensor of `size` with the slices {offset: shape}, which all have the same region of the file."""
-
-    def change(held: Any, index: MetadataIndex, entry: Any) -> None:
-        entry.size, info = torch.Size(size), held.storage_data.pop(index)
-        entry.chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in shapes.items()]
-        held.storage_data |= {MetadataIndex(WORD_EMBEDDINGS, offset): info for offset in shapes}
-
-    return change
+def crossing_slices(held: Any, index: MetadataIndex, entry: Any) -> None:
+    """Replace the slice by slices of a larger tensor, which all have the same region of the file."""
+    n, info = 2000, held.storage_data.pop(index)
+    shapes = {(0, i, 0): (n - i, 1, 2) for i in range(n)} | {(n - i, i, 0): (i, 1, 2) for i in range(1, n)}
+    entry.size = torch.Size((n, n, 2))
+    entry.chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in shapes.items()]
+    held.storage_data |= {MetadataIndex(WORD_EMBEDDINGS, offset): info for offset in shapes}
 
 
 def place(**values: Any) -> Change:
@@ -375,30 +326,23 @@ def compressed(held: Any, index: MetadataIndex, entry: Any) -> None:
         info.transform_descriptors = ["zstd"]
 
 
-N = 2000
-CROSSING = {(0, i, 0): (N - i, 1, 2) for i in range(N)} | {(N - i, i, 0): (i, 1, 2) for i in range(1, N)}
 CHANGES: dict[str, Change] = {
-    "a slice twice": lambda held, index, entry: entry.chunks.extend(list(entry.chunks)),
     "no slice": lambda held, index, entry: entry.chunks.clear(),
     "a slice that lies nowhere": lambda held, index, entry: held.storage_data.pop(index),
     "a name that is none": lambda held, index, entry: held.state_dict_metadata.update({7: entry}),
-    "a number for a tensor": lambda held, index, entry: held.state_dict_metadata.update({WORD_EMBEDDINGS: 7}),
     "compressed files": compressed,
-    "twenty thousand slices in one place": slices({(i, 0): (1, 8) for i in range(20_000)}, (20_000, 8)),
-    "slices that cross each other": slices(CROSSING, (N, N, 2)),
+    "slices that cross each other": crossing_slices,
 }
-NAMES = ("../../etc/passwd", "/etc/passwd", "..", "", ".metadata", "a/b", "a\0b", "gone.distcp", 7)
-PLACES = ((-1, 100), (1 << 40, 100), (0, 1 << 40), (0, 0), (0.5, 100), (13, 400))
-SHAPES = (*((rows, 8) for rows in (1 << 40, 33, 31, 0)), (1 << 30, 1 << 30), (256,), (1,) * 100)
+NAMES = ("../../etc/passwd", "..", ".metadata", "a\0b", "gone.distcp", 7)
+PLACES = ((-1, 100), (1 << 40, 100), (0, 1 << 40), (0.5, 100), (13, 400))
+SHAPES = (*((rows, 8) for rows in (1 << 40, 33, 31, 0)), (256,), (1,) * 100)
 CHANGES |= {f"a slice in the file {name!r}": place(relative_path=name) for name in NAMES}
 CHANGES |= {f"a slice at {offset}, {length}": place(offset=offset, length=length) for offset, length in PLACES}
 for _size in (*map(torch.Size, SHAPES), None, [32, 8], (32, 8)):
     CHANGES[f"a tensor of {_size!r}"] = attributes(lambda held, entry: entry, size=_size)
     CHANGES[f"a part of {_size!r}"] = attributes(lambda held, entry: entry.chunks[0], sizes=_size)
-for _dtype in (torch.int64, "torch.float32", torch.complex64):
+for _dtype in (torch.int64, "torch.float32"):
     CHANGES[f"a tensor of {_dtype!r}"] = attributes(lambda held, entry: entry.properties, dtype=_dtype)
-for _field in ("state_dict_metadata", "storage_data"):
-    CHANGES[f"nothing for {_field}"] = attributes(lambda held, entry: held, **{_field: None})
 OTHER_METADATA = {"noise": random.Random(0).randbytes(100_000), "17 MB": bytes(17 << 20)}
 OTHER_METADATA |= {name: b"\x80\x04" + stream + b"." for name, stream in META_STREAMS.items()}
 

@@ -61,22 +61,6 @@ FORMATS = {
 }
 
 
-def arguments(tp: int, pp: int = 1, **more: Any) -> argparse.Namespace:
-    return argparse.Namespace(
-        **{
-            "num_layers": SHAPE.num_layers,
-            "hidden_size": SHAPE.hidden_size,
-            "padded_vocab_size": PADDED * tp,
-            "num_attention_heads": SHAPE.num_attention_heads,
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "openai_gelu": False,
-            "bias_gelu_fusion": True,
-            **more,
-        }
-    )
-
-
 def write_megatron(
     folder: Path,
     weights: dict[str, Tensor],
@@ -86,13 +70,12 @@ def write_megatron(
     tp: int = 1,
     pp: int = 1,
     legacy: bool = False,
-    args: argparse.Namespace | bool = True,
-    **top: Any,
+    with_args: bool = True,
 ) -> Path:
     """Write a --save folder with iteration 7, and return the first file. The files are those of our export, with the
     order of QKV of `version`, but without the entries that Megatron does not write.
 
-    args: Megatron's arguments to write; True stands for the usual arguments, False for none.
+    with_args: whether to write Megatron's arguments.
     """
     source = InMemoryCheckpoint({f"model.{name}": x for name, x in weights.items()}, iteration=7)
     made = export_megatron(source, folder, FORMATS[form], MegatronLayout(tp, pp), log=silent)
@@ -108,11 +91,20 @@ def write_megatron(
                 del model[name]
                 model[functools.reduce(lambda name, pair: name.replace(*pair), FUSED.items(), name)] = x
                 model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
-        saved = {"iteration": 7, "model": model, **top}
+        saved: dict[str, Any] = {"iteration": 7, "model": model}
         if version:
             saved["checkpoint_version"] = float(version)
-        if args:
-            saved["args"] = arguments(tp, pp) if args is True else args
+        if with_args:
+            saved["args"] = argparse.Namespace(
+                num_layers=SHAPE.num_layers,
+                hidden_size=SHAPE.hidden_size,
+                num_attention_heads=SHAPE.num_attention_heads,
+                padded_vocab_size=PADDED * tp,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                openai_gelu=False,
+                bias_gelu_fusion=True,
+            )
         torch.save(saved, file, _use_new_zipfile_serialization=not legacy)
     return files[0]
 
