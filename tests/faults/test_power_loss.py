@@ -1,9 +1,9 @@
-"""The power fails at any moment. Whatever the disk has lost, a run continues from its last committed checkpoint and has
-all records up to this checkpoint. Preprocessing ends with the same pair.
+"""Test power losses at any moment: a run continues from its last committed checkpoint and has all records up to this
+checkpoint, and preprocessing makes the same pair of files.
 
-strace records the system calls of a program in a folder, and the test makes every state that POSIX then allows: fsync
-of a file puts its data on the disk, fsync of a folder its entries, and everything else may be there or not, in any
-order. A rename is atomic.
+strace records the system calls of a program in a folder. The test then makes every state of the disk that POSIX allows.
+fsync of a file puts the file's data on the disk, and fsync of a folder puts the folder's entries there. Every other
+change may be on the disk or not, in any order. A rename is atomic.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
 CALLS = "openat,write,fsync,mkdir,rmdir,unlink,unlinkat,rename"
-ARGUMENT = re.compile(r'<((?:\\x..)+)>|"((?:\\x..)*)"')  # the path of a descriptor, or a text
+ARGUMENT = re.compile(r'<((?:\\x..)+)>|"((?:\\x..)*)"')  # the path of a file descriptor, or a string argument
 ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # prctl's PR_SET_PTRACER with PR_SET_PTRACER_ANY
-MARK = "mark"  # Everything that is written before a write to this file was committed.
+MARK = "mark"  # A write to this file marks that everything before is committed.
 TEXT = ROOT / "LICENSE"
 UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # files that no check reads
 
@@ -52,8 +52,8 @@ class Call:
     """A system call.
 
     paths: paths in the folder, two for a rename.
-    data: the bytes that it writes.
-    text: the line that strace prints.
+    data: the bytes that the call writes.
+    text: the line of the call in strace's output.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Call:
 
 
 def record(make: Callable[[Path], None], folder: Path) -> list[Call]:
-    """Return what `make` does to `folder`. strace traces this process."""
+    """Call `make` with `folder`. Return the system calls in this folder, which strace records."""
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     output = folder.with_suffix(".strace")
@@ -80,7 +80,7 @@ def record(make: Callable[[Path], None], folder: Path) -> list[Call]:
 
 
 def parse(output: str, folder: str) -> Iterator[Call]:
-    """Yield the successful system calls that change or sync files of `folder`. A call counts when it ends."""
+    """Yield the successful system calls that change or sync files of `folder`, in the order in which they end."""
     begun: dict[str, str] = {}
     for line in output.splitlines():
         process, text = line.split(None, 1)
@@ -104,19 +104,24 @@ def parse(output: str, folder: str) -> Iterator[Call]:
 
 @dataclass(eq=False)
 class Node:
-    """A file (bytes) or a folder (nodes by name): the state that programs see, and the state that is certainly on the
-    disk."""
+    """A file (bytes) or a folder (nodes by name).
+
+    content: the state that programs see.
+    synced: the state that is on the disk after any power loss.
+    """
 
     content: Any
     synced: Any
 
     def possible_data(self) -> list[bytes]:
-        """Return the possible contents of a file on the disk: all bytes, no new bytes, some new bytes, or zeros."""
+        """Return the possible contents of a file on the disk: with all new bytes, with none, with half of them, or with
+        zeros instead."""
         new, kept = self.content, len(self.synced) if self.content.startswith(self.synced) else 0
         return [new, self.synced, new[: (kept + len(new)) // 2], new[:kept].ljust(len(new), b"\0")]
 
 
-# (folder, name, None or its node); the sync of the first folder keeps the change
+# Changed entries of folders: (folder, name, the new node or None). After a sync of the first folder, they are on the
+# disk.
 Change = tuple[tuple[Node, str, Node | None], ...]
 Tree = dict[str, bytes | None]  # the data of each path; None stands for a folder
 
@@ -129,9 +134,9 @@ def apply(change: Change, entries_of: Callable[[Node], dict[str, Node]]) -> None
 
 
 class Disk:
-    """An empty folder on which calls are replayed.
+    """An empty folder on which system calls are replayed.
 
-    events: what was committed.
+    events: the texts that were written to MARK.
     """
 
     def __init__(self) -> None:
@@ -174,7 +179,7 @@ class Disk:
         self._pending = [change for change in self._pending if change[0][0] in reachable - {node}]
 
     def _reachable(self) -> Iterator[Node]:
-        """Yield the nodes that may have a name after a power loss. Some occur twice."""
+        """Yield the files and folders that may exist after a power loss. Some are yielded twice."""
         nodes, seen = [self._root], set[Node]()
         for node in nodes:
             yield node
@@ -230,7 +235,7 @@ def check_two_ranks(folder: Path, events: Sequence[str]) -> None:
 
 
 def train(folder: Path, words: str) -> None:
-    """Train with a checkpoint every second iteration and a local one after each other iteration."""
+    """Train. Save a checkpoint after every second iteration, and a local checkpoint after the other iterations."""
     write_text(folder.parent, 1000)
 
     def marked(method: Callable[..., object]) -> Callable[..., object]:
@@ -263,7 +268,8 @@ def check_training(folder: Path, events: Sequence[str]) -> None:
     if iteration:
         assert json.loads((where / "config.json").read_bytes()) and load_tokenizer(where / "tokenizer")
     for name, covered in ((METRICS, list(range(1, iteration + 1))), (HISTORY, [0])) if iteration else ():
-        append_line(where / name, json.dumps({"iteration": -1}))  # The last line of the file may be incomplete.
+        # A new record must be readable, even if the file ends in an incomplete line.
+        append_line(where / name, json.dumps({"iteration": -1}))
         *found, last = (record["iteration"] for record in read_records(where / name))
         assert found[: len(covered)] == covered and last == -1
 
@@ -275,7 +281,7 @@ def make_pair(folder: Path) -> None:
 
 
 def check_pair(folder: Path, events: Sequence[str]) -> None:
-    """Check the pair on the disk, if there is one, and check it again after the same command has run."""
+    """Check the pair of token files, if it is on the disk. Preprocess again, and check the pair again."""
     prefix = f"{folder}/new/pair_text_document"
     for committed in (events, ["made"]):
         assert Path(f"{prefix}.idx").exists() or not committed
@@ -286,12 +292,12 @@ def check_pair(folder: Path, events: Sequence[str]) -> None:
 
 
 def without(calls: list[Call], pattern: str) -> list[Call]:
-    """Leave out the syncs of a file or folder."""
+    """Return `calls` without the syncs of paths that match `pattern`."""
     return [call for call in calls if call.name != "fsync" or not re.fullmatch(pattern, call.paths[0])]
 
 
 def rename_first(calls: list[Call], pattern: str) -> list[Call]:
-    """Rename a file before it is synced."""
+    """Return `calls`, with the rename of the file that matches `pattern` before the sync of this file."""
     number = next(number for number, call in enumerate(calls) if not without([call], pattern))
     before, sync, after = calls[:number], calls[number], calls[number + 1 :]
     rename = next(call for call in after if call.paths[0] == sync.paths[0] and call.name == "rename")
@@ -345,9 +351,9 @@ def test_no_state_is_lost_and_each_fault_is_found(
     all_files: bool,
     tmp_path: Path,
 ) -> None:
-    """check: raises an error if the state in a folder, after these commits, is lost.
-    together: the number of exceptions in a state.
-    all_files: whether states count that differ only in files that no check reads.
+    """check: raises an error if a folder has lost state of the given commits.
+    together: the argument of `Disk.states`.
+    all_files: whether to check states that differ only in the files of `UNREAD`.
     """
     folder, state, seen = tmp_path / "disk", tmp_path / "state", set[Any]()
     folder.mkdir()
@@ -368,7 +374,7 @@ def test_no_state_is_lost_and_each_fault_is_found(
                 seen.add(key)
                 shutil.rmtree(state, ignore_errors=True)
                 state.mkdir()
-                for path, data in tree.items():  # A folder is before its entries.
+                for path, data in tree.items():  # A folder precedes its entries in `tree`.
                     (state / path).mkdir() if data is None else (state / path).write_bytes(data)
                 try:
                     check(state, disk.events)

@@ -91,7 +91,7 @@ def assert_holds(checkpoint: NativeCheckpoint, seed: int) -> None:
 
 
 def find(folder: Path, **options: Any) -> tuple[int | None, str]:
-    """Return the iteration that `find_checkpoint` opens and its log lines. The function also checks the values."""
+    """Return the iteration that `find_checkpoint` opens, and its log lines. Check the values of the checkpoint."""
     logged: list[str] = []
     checkpoint = find_checkpoint(folder, log=logged.append, **options)
     if checkpoint is not None:

@@ -163,7 +163,7 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
 
 
 def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
-    """Load the checkpoint into buffers of NaN. Return the number of master elements that the rank owns."""
+    """Load the checkpoint into buffers of NaN. Return the number of elements of the masters that the rank owns."""
     place = rank.parallel.tensor_model_parallel_rank, rank.parallel.tensor_model_parallel_size
     for values in (rank.buffer.params, *(s.values for s in rank.optimizer.state_shards())):
         values.fill_(torch.nan)
@@ -216,7 +216,7 @@ def test_opens_every_other_layout(saved: Any, target: ParallelLayout, monkeypatc
     monkeypatch.setattr("megatron.gpt2.checkpoint.sharded_state.in_threads", lambda work, items: [*map(work, items)])
     folders, state, dtype, muon = saved
     ranks = ranks_of(target, dtype, muon)
-    sources = ALL if dtype == torch.float32 else ALL[ALL.index(target) % 7 :: 7]  # All pairs are in the wide set.
+    sources = ALL if dtype == torch.float32 else ALL[ALL.index(target) % 7 :: 7]  # The wide set has all pairs.
     in_memory = sum(
         parameter.numel()
         for rank in ranks

@@ -60,7 +60,7 @@ def newest(written: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def oldest(newest: Path) -> Path:
-    """Return a copy of the same checkpoint in version 1."""
+    """Return a copy of the iteration, converted to format version 1."""
     manifest = contents(newest)
     tables = [(newest / table).read_bytes() for table in manifest.pop("tables")]
     del manifest["table_ranges"], manifest["tensors"]["x"]["table_ranges"]
@@ -143,14 +143,14 @@ def text(tensors: str = "", more: str = "") -> str:
     return f'{{"version": 1, "iteration": 1, "facts": {{}}, "tensors": {{{tensors}}}, "files": {{}}, {more}"sha256": "'
 
 
-TEXTS: list[Callable[[], str]] = [  # Functions, because some of the texts have megabytes.
+TEXTS: list[Callable[[], str]] = [  # The texts are functions, because some have megabytes.
     lambda: "",
     lambda: text(more='"x": ' + "[" * 100_000),
     lambda: text('"\\ud800": 0'),  # a lone surrogate
-    lambda: text().replace("1", "1" * 100_000, 1),  # a number of many digits
+    lambda: text().replace("1", "1" * 100_000, 1),
     lambda: text('"a\\nb\\rc": {"dtype": "F32", "shape": [1]}'),  # lines in a name
-    lambda: text(f'"{"x" * 10_000_000}": {{"dtype": "F32", "shape": [1]}}'),  # a long name
-    lambda: text(f'"x": {{"dtype": "F32", "shape": [{f"{10**4000}," * 3000}1]}}'),  # many long dimensions
+    lambda: text(f'"{"x" * 10_000_000}": {{"dtype": "F32", "shape": [1]}}'),
+    lambda: text(f'"x": {{"dtype": "F32", "shape": [{f"{10**4000}," * 3000}1]}}'),
     lambda: " " * (17 << 20),
 ]
 
@@ -164,16 +164,14 @@ def slices(*found: tuple[list[int], list[int]]) -> Change:
 
 SLICES: list[list[Change]] = [
     [slices(([0, 0], [3, 6]))],  # a gap
-    [slices(([1, 0], [4, 6]))],  # an overlap with the other file
-    [slices(([0, 0], [3, 6]), ([2, 0], [1, 6]))],  # a gap and an overlap of equal size
-    # greater than any file
+    [slices(([1, 0], [4, 6]))],
+    [slices(([0, 0], [3, 6]), ([2, 0], [1, 6]))],  # A gap and an overlap have the same size.
     [slices(([0, 0], [1 << 61, 1 << 61])), ("tensors x shape", [(1 << 61) + 4, 1 << 61])],
     [slices(([0, 0], [4, 6]), ([4, 0], [0, 6]))],  # empty
     [slices(*(([0, i], [1, 1]) for i in range(30_000))), ("tensors x shape", [1, 30_000])],
     [("tensors x shape", [1 << 60, 1 << 60])],
-    [(f"{FILE} boxes y", {"offset": [0], "shape": [1]})],  # of an unknown tensor
+    [(f"{FILE} boxes y", {"offset": [0], "shape": [1]})],
     [("tensors y", {"dtype": "F32", "shape": [4]})],  # a tensor without a slice
-    # more than the file holds
     [("tensors y", {"dtype": "U8", "shape": [1000]}), (f"{FILE} boxes y", {"offset": [0], "shape": [1000]})],
     *([("version", number)] for number in (True, 0, -1, 1.0, "1", None, float("nan"), 10**4000)),
     [(f"{FILE} boxes x offset 0", 1 << 62)],
@@ -265,8 +263,7 @@ def test_headers_that_differ_from_the_table(oldest: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- metadata
 
 GREAT, MODEL = 1 << 40, "config model"
-# Each case has a path in the metadata, and invalid values for this place. Each value is also replaced by values of
-# other types.
+# Invalid values by path in the metadata. The test also tries values of other types.
 PLACES: dict[str, list[Any]] = {
     "config": [{}],
     MODEL: [{}],

@@ -1,6 +1,5 @@
-"""A damaged checkpoint is never loaded. Instead, the newest valid one is loaded, with a warning that names the damaged
-file, or the load is refused. The file also tests damaged latest-iteration files. tests/fuzz/ changes any byte of a
-checkpoint and of a tokenizer."""
+"""A damaged checkpoint is never loaded. Instead, the newest valid checkpoint is loaded, with a warning that names the
+damaged file. If there is no valid checkpoint, the load is refused. A damaged latest-iteration file is ignored."""
 
 from __future__ import annotations
 
@@ -77,10 +76,10 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
 # -------------------------------------------------------------------------------------------- latest-iteration files
 
 
-# words for the latest-iteration file; iteration 700 does not exist
+# invalid contents of the latest-iteration file; iteration 700 does not exist
 WORDS = b"abc release -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()
 GARBAGE = [*WORDS, b"", b"1\n3", b"\0\0\0\0", b"\xff\xfe3\0", b"9" * 70, b"9" * 5_000_000]
-# digits of other scripts, and a byte order mark
+# digits of other writing systems, and a byte order mark
 GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]
 LINKS = [LATEST_FILE, "nowhere", "/dev/zero"]
 

@@ -54,7 +54,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str
     assert checkpoint.iteration == 3
     found = {"saved": saved, "files": files, "w": checkpoint.read("w"), "at": checkpoint.metadata["at"], "said": logged}
     dist.init_process_group("gloo", store=PrefixStore("the end", store), rank=rank, world_size=world_size)
-    dist.barrier()  # Rank 0 has the store, so it must be the last one.
+    dist.barrier()  # Rank 0 serves the store, so it must end last.
     return found
 
 

@@ -1,4 +1,4 @@
-"""Save and load under any two layouts: slices, flat ranges, and only the tables that a load needs."""
+"""Test the files of a checkpoint, the tables that a load reads, the refusal of other models, and format version 1."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
 
 
 def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
-    """The load does not even open tables of other rows."""
     whole = torch.arange(32.0).view(8, 4)
     for rank in (3, 2, 1, 0):
         shard = ShardedTensor(whole[2 * rank : 2 * rank + 2], (8, 4), (2 * rank, 0))
@@ -73,8 +72,8 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
 
 
 def test_slices_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a lower limit, 16 ranks have the problem of a thousand. Masters and moments have the same slices, so they
-    share one list in the manifest."""
+    """The tables of 16 ranks exceed a lowered limit, as those of a thousand ranks exceed the real one. Masters and
+    moments have the same slices, so they share one list in the manifest."""
     limit, kinds = 20_000, ("master", "exp_avg", "exp_avg_sq")
     monkeypatch.setattr(reader, "MAX_MANIFEST_BYTES", limit)
     for rank in reversed(range(16)):
@@ -91,7 +90,7 @@ def test_slices_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyt
 
 # ---------------------------------------------------------------------------------------------------- version 1
 
-# the hash of names and values that the program of version 1 computed
+# the sha256 of all names and values, which the program of version 1 computed
 VALUES = "51a1e16ca887702a72ed94f9af38b9afabe8aa1833a34a7c5d594fceb6b8aea4"
 
 

@@ -93,7 +93,7 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
         return find(folder, rank=rank, gather=gather)
 
     assert [found[0] for found in on_three_ranks(load)] == [200] * 3
-    # If the share of one rank is damaged, all ranks report the same file.
+    # Each rank checks a share of the files. If a file is damaged, all ranks report this file.
     tables = [f"tables/rank_0000{rank}.jsonl" for rank in (0, 1)]
     for file in [*sorted(NativeCheckpoint(tmp_path / "iter_0000200").files), *tables]:
         victim = tmp_path / "iter_0000200" / file
@@ -107,7 +107,7 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
     (tmp_path / LATEST_FILE).write_text("200")
     shutil.rmtree(tmp_path / "iter_0000100")
     elsewhere = tmp_path / "elsewhere"
-    for _ in range(2):  # Rank 2 has no checkpoint, then a different one.
+    for _ in range(2):  # Rank 2 first finds no checkpoint, then a different one.
         found = on_three_ranks(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
         assert all(isinstance(error, ValueError) for error in found)
         assert "rank 2 sees different files" in "".join(map(str, found[:2]))
@@ -123,7 +123,7 @@ def test_keep_last(tmp_path: Path) -> None:
         save(tmp_path, iteration, keep_last=5)
     save(tmp_path, 400, keep_last=2)
     assert list_iterations(tmp_path) == ["300", "400"]
-    # Rewind the run to iteration 300. Earlier written newer iterations, and folders renamed to .old-N, stay.
+    # Rewind the run to iteration 300. Later iterations and folders renamed to .old-N stay.
     (tmp_path / LATEST_FILE).write_text("300")
     shutil.rmtree(tmp_path / "iter_0000300" / "mp_rank_01")
     assert "now" in "".join(save(tmp_path, 300, keep_last=1, seed=5))
@@ -152,7 +152,7 @@ def test_an_error_while_older_ones_are_removed(tmp_path: Path, monkeypatch: pyte
 
 
 def best(folder: Path) -> tuple[int, float, list[str]]:
-    """Return the iteration in best/, its loss, and all checkpoints of the folder."""
+    """Return the iteration in best/, its validation loss, and the names of all iterations in best/."""
     found = find_checkpoint(f"{folder}/save/best", log=print)
     assert found.verify() == ""
     return found.iteration, found.metadata["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
@@ -238,7 +238,7 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     save, owners = tmp_path / "save", list[Lease]()
 
     def move(trainer: Trainer) -> None:
-        """Move the folder twice. After the second time, a different run takes the folder."""
+        """Move the folder twice. After the second move, a different run takes the folder."""
         train_step(trainer)
         if trainer.progress.iteration in (2, 4):
             save.rename(tmp_path / f"moved_{trainer.progress.iteration}")
@@ -300,8 +300,8 @@ def test_one_owner(tmp_path: Path) -> None:
 def test_an_owner_that_stops_inside_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: str, iteration: int
 ) -> None:
-    """If a later owner has removed the temporary folder, the old owner's commit fails and leaves the latest-iteration
-    file."""
+    """The new owner removes the temporary folder. The old owner's commit then fails. The latest-iteration file still
+    names the new owner's checkpoint."""
     first = Lease(tmp_path)
     assert not save_as(first, 1)
     first._released.set()  # Stop renewing the lease, as a suspended owner would.

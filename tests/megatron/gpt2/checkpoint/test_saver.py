@@ -180,7 +180,7 @@ def test_every_end_of_a_run_waits(
 
 
 def test_rank_0_may_commit_as_soon_as_it_sees_the_last_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder may have its final name before the last rank accesses it again."""
+    """Rank 0 may rename the temporary folder as soon as the last rank has written its table."""
     replace = Path.replace
 
     def replace_and_commit(path: Path, target: Path) -> Path:
@@ -208,8 +208,8 @@ def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_files_of_a_crashed_start_take_no_part(tmp_path: Path) -> None:
-    """Rank 1 had written its files before the crash. The next start must not use its table, and names what is
-    missing."""
+    """Rank 1 had written its files before the crash. The next start must not use these files, and its error names the
+    missing rank."""
     save(tmp_path, 100)
     write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, start_id="crashed")
     files = rank_files(full_state(200), 0, 2)

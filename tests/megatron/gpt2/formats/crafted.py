@@ -1,7 +1,7 @@
 """Crafted files that attack a reader, and files that are not checkpoints.
 
-`FILES` has functions that write crafted files into a folder. `METADATA` has the bytes of crafted `.metadata`, or
-functions that change the object of a real one. A payload that is executed makes the file `executed` in the current
+`FILES` has functions that write crafted files into a folder. `METADATA` has functions that return a crafted
+`.metadata`, given the bytes of a genuine one. A payload that is executed makes the file `executed` in the current
 folder.
 """
 
@@ -41,7 +41,7 @@ class Evil:
 
 
 def with_payload(legacy: bool, folder: Path) -> None:
-    """Write a file of nanoGPT with a payload. The readers of all pickles use the same function."""
+    """Write a checkpoint of nanoGPT with a payload. All formats read pickles with the same function."""
     held = {**nanogpt_checkpoint()[0], "config": Evil()}
     torch.save(held, folder / "ckpt.pt", _use_new_zipfile_serialization=not legacy)
 
@@ -100,11 +100,11 @@ SYSTEM = pickle.dumps({"protocol_version": 1001, "little_endian": True, "type_si
 FOUR = struct.pack("<q", 4) + b"\0" * 16
 DEEP = 80_000
 LONG = b"\x8a\x08" + struct.pack("<q", 1 << 45)
-# The object has 2**60 leaves.
+# Nested pairs with 2**60 leaves, made of only 60 pairs.
 DOUBLED = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
 SIZE = named("torch.Size")
 SAID = {"n_layer": 1, "n_embd": 8, "n_head": 1, "block_size": 8, "vocab_size": 9}
-# The data are valid, but not a checkpoint.
+# These pickles are valid, but are not checkpoints.
 WELL_FORMED = {
     "nested deeply": b"}" + b"K\x01}" * DEEP + b"s" * DEEP,
     "a deep state": (SIZE + b")\x81") * 30_000 + b"b" * 29_999,
@@ -113,7 +113,7 @@ WELL_FORMED = {
     "sizes that take years to print": b"}(" + text("model") + b"}" + text("model_args") + b"}(" + text("n_layer")
     + DOUBLED + b"uu",
 }  # fmt: skip
-IN_BOTH = {  # The containers are zip and legacy.
+IN_BOTH = {  # These are written as zip files and as legacy files.
     "a storage of 2**45 elements": tensor(storage(numel=LONG)),
     "a tensor past its storage": tensor(storage(), offset=b"K\x01"),
     "a key that takes years to hash": b"}" + DOUBLED + b"Ns",
@@ -141,7 +141,7 @@ STREAMS = IN_BOTH | {
     "nothing": b"",
 }  # fmt: skip
 GOOD_LEGACY = tensor(storage(end=b"N"))
-# records of 100 MB each, in a file of 400 KB
+# A file of 400 KB declares 2000 storages of 100 MB each.
 THOUSANDS = b"".join(tensor(storage(numel=b"J\0\0\x80\x01", end=b"N", key=text(str(i)))) for i in range(2000))
 LEGACY: dict[str, tuple[bytes, Any, bytes]] = {
     **{name: (stream.replace(b"K\x04tQ", b"K\x04NtQ"), ["0"], FOUR) for name, stream in IN_BOTH.items()},
@@ -299,7 +299,7 @@ def changed_metadata(change: Change, genuine: bytes) -> bytes:
     held = pickle.loads(genuine)
     index = next(key for key in held.storage_data if key.fqn == WORD_EMBEDDINGS)
     change(held, index, held.state_dict_metadata[WORD_EMBEDDINGS])
-    return pickle.dumps(held, 5)  # `.metadata` of torch has protocol 4.
+    return pickle.dumps(held, 5)  # torch writes `.metadata` with protocol 4. The reader also accepts 5.
 
 
 def crossing_slices(held: Any, index: MetadataIndex, entry: Any) -> None:
@@ -312,12 +312,12 @@ def crossing_slices(held: Any, index: MetadataIndex, entry: Any) -> None:
 
 
 def place(**values: Any) -> Change:
-    """Set attributes of the slice's place: its file, offset and length."""
+    """Return a change that sets the file, the offset or the length of a slice."""
     return lambda held, index, entry: held.storage_data[index].__dict__.update(values)
 
 
 def attributes(of: Callable[[Any, Any], Any], **values: Any) -> Change:
-    """Set attributes of the object that `of` returns for the metadata and the entry."""
+    """Return a change that sets attributes of the object that `of` returns for the metadata and the entry."""
     return lambda held, index, entry: of(held, entry).__dict__.update(values)
 
 

@@ -1,5 +1,5 @@
-"""Checkpoints of other programs: written here from random weights, and the files in `torch_dist/` that megatron-core
-wrote, with the expected tensors. Helpers compute the logits of a checkpoint and its next learning rate."""
+"""Checkpoints of other programs: functions that write them from random weights, and the files that megatron-core wrote
+in `torch_dist/`. Helpers compute the logits of a checkpoint and its next learning rate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.conftest import error_line
 SHAPE = ModelConfig(
     num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
 )
-PADDED = 128  # padded size / number of ranks
+PADDED = 128  # rows of the padded vocabulary on each rank
 KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
 TOLERANCE = 5e-6  # the tolerance of a logit
 RANK_FILE = "model_optim_rng.pt"
@@ -52,12 +52,14 @@ def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tenso
 # --- Megatron's files
 
 
+# The export format from which `write_megatron` makes the files of a form. "v1" is the form of Megatron v1.0 and v2.0,
+# "v2" that of v2.6, and "fused" that of Megatron Core with Transformer Engine.
 FORMATS = {
     "flat": "megatron-2019",
-    "v1": "megatron-v2",  # the form of Megatron v1.0 and v2.0
-    "v2": "megatron-v3",  # the form of Megatron v2.6
+    "v1": "megatron-v2",
+    "v2": "megatron-v3",
     "core": "megatron-core",
-    "fused": "megatron-core",  # the form of Megatron Core with Transformer Engine
+    "fused": "megatron-core",
 }
 
 
@@ -72,8 +74,8 @@ def write_megatron(
     legacy: bool = False,
     with_args: bool = True,
 ) -> Path:
-    """Write a --save folder with iteration 7, and return the first file. The files are those of our export, with the
-    order of QKV of `version`, but without the entries that Megatron does not write.
+    """Write a --save folder with iteration 7, and return the first file. The function exports the weights and changes
+    the files: QKV rows get the order of `version`, and entries that Megatron does not write are removed.
 
     with_args: whether to write Megatron's arguments.
     """
@@ -110,7 +112,7 @@ def write_megatron(
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Apply `change` to the dictionary in the file."""
+    """Apply `change` to the dictionary in the file `path`."""
     top = torch.load(path, weights_only=False)
     change(top)
     torch.save(top, path)
@@ -131,7 +133,7 @@ def openai_state(weights: dict[str, Tensor], *, transposed: bool) -> dict[str, T
 
 
 def write_huggingface(folder: Path, **config: Any) -> Path:
-    """Write the files without transformers, so that they can have errors."""
+    """Write Hugging Face's files without transformers, so that `config` can have errors."""
     folder.mkdir(exist_ok=True)
     save_file(openai_state(random_weights(), transposed=True), folder / "model.safetensors", metadata={"format": "pt"})
     sizes = {"vocab_size": 101, "n_positions": 24, "n_embd": 48, "n_layer": 4, "n_head": 4, "n_inner": 80}
@@ -142,7 +144,7 @@ def write_huggingface(folder: Path, **config: Any) -> Path:
 def nanogpt_checkpoint(
     *, bias: bool = True, prefix: str = "_orig_mod.", vocab_size: int = 101
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the checkpoint that nanoGPT's train.py writes, and our weights. The MLP is 4h wide."""
+    """Return a checkpoint as nanoGPT's train.py writes it, and its weights by our names."""
     weights = random_weights(replace(SHAPE, ffn_hidden_size=None, vocab_size=vocab_size), seed=3)
     vectors = [name for name in weights if name.endswith(".bias")] if not bias else []
     state = openai_state({name: x for name, x in weights.items() if name not in vectors}, transposed=False)
@@ -178,7 +180,7 @@ def nanogpt_checkpoint(
 class InMemoryCheckpoint(BaseCheckpoint):
     """A checkpoint in memory.
 
-    tensors: the tensors by kind and our name.
+    tensors: the tensors by names such as "model.word_embeddings.weight".
     """
 
     def __init__(
@@ -228,7 +230,7 @@ VOCABULARY = 29
 
 
 def cases(archive: Path) -> list[str]:
-    """Return the checkpoints of an archive, which are its top folders."""
+    """Return the names of the checkpoints in an archive, which are its top folders."""
     with tarfile.open(archive) as members:
         return sorted({name.split("/")[0] for name in members.getnames()})
 

@@ -32,7 +32,7 @@ NORM, BIAS = (f"model.transformer.final_layernorm.{word}" for word in ("weight",
 
 
 def source(changed: dict[str, Tensor] | None = None, shape: ModelConfig = SHAPE) -> BaseCheckpoint:
-    """Return a model with random weights, some of which are replaced."""
+    """Return a checkpoint in memory with `WEIGHTS`, some of which are `changed`."""
     return InMemoryCheckpoint(WEIGHTS | (changed or {}), shape)
 
 

@@ -29,8 +29,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("folder", CASES, indirect=True)
 def test_a_sharded_optimizer_is_what_deepspeed_held(folder: Path):
-    """All cases have the state of the fp32 case. In 16 bits the moments differ a little, because gradients are rounded
-    and the loss scale changes."""
+    """All checkpoints have the optimizer state of the fp32 checkpoint. In 16 bits the moments differ a little, because
+    gradients are rounded and the loss scale changes."""
     for path in (folder / "global_step2", folder / "global_step2/mp_rank_00_model_states.pt", folder):
         source = opened(path)
         assert source.format == "deepspeed" and source.path == folder / "global_step2"
@@ -55,12 +55,12 @@ def test_a_sharded_optimizer_is_what_deepspeed_held(folder: Path):
 
 @pytest.mark.parametrize("folder", [FP32], indirect=True)
 def test_conversion_keeps_it_and_older_files_have_other_forms(folder: Path, tmp_path: Path):
-    """The test makes the older forms after the source of DeepSpeed: without the order of the parameters, and with the
-    state of each group in a list."""
+    """The test rewrites the files in the forms of older versions of DeepSpeed: without the order of the parameters, and
+    with the state of each group in a list."""
     step, genuine = folder / "global_step2", opened(folder)
     out = str(tmp_path / "out")
     assert checkpoint.main(["convert", str(folder), out, "--to", "native", "--vocab-size", "29"]) == 0
-    file, new = step / "mp_rank_00_model_states.pt", step / "new"  # The tensors are views of the file.
+    file, new = step / "mp_rank_00_model_states.pt", step / "new"  # `new` replaces `file`, which loaded tensors use.
     top = load_torch_file(file)
     args = argparse.Namespace(**top["args"].attributes())
     torch.save({**{name: top[name] for name in ("module", "iteration", "checkpoint_version")}, "args": args}, new)

@@ -33,7 +33,7 @@ pytestmark = needs("gguf", extra="gguf")
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Return a tokenizer of `kind`. The SentencePiece tokenizer is trained on random texts of WORDS."""
+    """Return a tokenizer of each kind. The SentencePiece tokenizer is trained on random texts of WORDS."""
     model = tmp_path_factory.mktemp("sentencepiece") / "model"
     if request.param == "SentencePieceTokenizer":
         draw = random.Random(0)
@@ -42,7 +42,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def source_for(tokenizer: Tokenizer) -> InMemoryCheckpoint:
-    """Return a model with random weights."""
+    """Return a checkpoint in memory with random weights, for the vocabulary of `tokenizer`."""
     shape = ModelConfig(
         num_layers=2,
         hidden_size=64,

@@ -117,7 +117,7 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 def joined(specs: dict[str, mpu.PartitionSpec], kind: str, name: str) -> Tensor:
-    """Find the optimizer state of one parameter in the two files of 2019, and merge its shards."""
+    """Merge the optimizer state of one parameter from the two files of `two_ranks`."""
     shards = []
     for top in two_ranks():
         vector = top["model"][name].dim() == 1
@@ -231,7 +231,7 @@ def test_an_optimizer_in_another_order_or_an_incomplete_one_is_left_out(tmp_path
 
 
 def test_the_schedule_after_a_batch_ramp_up_is_in_samples():
-    """5 samples are not 3 steps of 2 samples."""
+    """The schedule counts the 5 consumed samples, which are not a multiple of the batch size."""
     source = in_memory_checkpoint(2, F16)
     source.metadata |= {"global_batch_size": 2, "consumed_samples": 5}
     source.metadata["config"]["train"]["rampup_batch_size"] = [1, 1, 3]
@@ -297,9 +297,9 @@ def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Me
 def as_megatron_splits(
     top: dict[str, Any], source: BaseCheckpoint, layout: MegatronLayout, rank: int, stage: int
 ) -> None:
-    """Check a file with Megatron's own formulas (ParallelTransformer of v2.6, get_transformer_layer_offset of Core): it
-    has the layers of its stage. The QKV rows already have the order [heads, 3, head size], so they equal the rank's
-    shard."""
+    """Check that a rank's file has the layers of its stage, by Megatron's own formulas (ParallelTransformer of v2.6,
+    get_transformer_layer_offset of Core). The QKV rows already have the order [heads, 3, head size], so they equal the
+    rank's shard."""
     num_layers = source.metadata["config"]["model"]["num_layers"]
     p, v = layout.pipeline, layout.virtual(num_layers)
     middle = num_layers - (layout.first or 0) - (layout.last or 0)

@@ -146,7 +146,7 @@ def test_nanogpt(tmp_path: Path, bias: bool, prefix: str):
     assert source.iteration == 9 and source.metadata["config"]["model"]["gelu"] == "erf"
     assert same(source, weights) and same(source, weights, "master") and not source.left_out
     assert same(source, {name: x**2 for name, x in weights.items()}, "exp_avg_sq")
-    held["optimizer"]["param_groups"][0]["params"][:2] = [1, 0]  # The order of two moments is wrong.
+    held["optimizer"]["param_groups"][0]["params"][:2] = [1, 0]  # Exchange the moments of two parameters.
     torch.save(held, tmp_path / "ckpt.pt")
     source = open_checkpoint(tmp_path)
     assert same(source, weights) and "optimizer" in source.left_out[0]
@@ -210,7 +210,7 @@ def test_a_model_of_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert checkpoint.main(to_native) == 0
     said = capsys.readouterr()
     assert "in fp32: 0\n" in said.out and "copy meta.pkl to data/chars/" in said.err
-    for load in (save, back):  # `save` also has the tokenizer.
+    for load in (save, back):
         assert generate_text.main(["--load", load, *"--prompt Speak --max-new-tokens 8 --greedy".split()]) == 0
     sampled = capsys.readouterr().out
     assert sampled.startswith("Speak") and sampled == 2 * sampled[: len(sampled) // 2]

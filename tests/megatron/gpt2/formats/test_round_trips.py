@@ -71,7 +71,7 @@ def test_huggingface_computes_the_same_and_comes_back(
     source: BaseCheckpoint, builtin: Tokenizer, tmp_path: Path, dtype: str
 ):
     out = write_huggingface(source, tmp_path / "hf", dtype=dtype, tokenizer=builtin, log=silent)
-    # The masters are read, and not the rounded weights.
+    # An export in fp32 has the masters instead of the rounded weights.
     back, kind = open_checkpoint(out, log=silent), "model" if dtype == "source" else "master"
     assert len(back.tensors) == 28
     for name in back.tensors:

@@ -53,7 +53,7 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
             found = source.read(f"{kind}.{parameter}")
             assert found.dtype == (torch.bfloat16 if kind == "model" and not fp32 else torch.float32)
             rows = value[:VOCABULARY] if parameter == "word_embeddings.weight" else value
-            # The checkpoints of some cases have 16 positions.
+            # Some checkpoints have 16 positions, and the expected tensors have 12.
             found = found[:12] if parameter == "position_embeddings.weight" else found
             assert torch.equal(found.float(), rows), f"{kind}.{parameter}"
     assert without == ("master.word_embeddings.weight" not in source.tensors)
@@ -81,7 +81,7 @@ EXCHANGED = tuple(FIRST_ORDER[position] for position in (3, 1, 2, 0, 4, 5))
 def test_flat_buckets_in_an_unknown_order_are_left_out(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, orders: tuple[tuple[str, ...], ...]
 ):
-    """orders: the orders of modules that the reader tries. The file has the first one of Megatron Core."""
+    """orders: the orders of modules that the reader tries. The checkpoint has `FIRST_ORDER`."""
     monkeypatch.setattr(torch_dist, "MODULE_ORDERS", orders)
     source = opened(folders["dp_reshardable_dp2-0.16.1"])
     lines = [line for line in source.left_out if "dp_reshardable" in line]
@@ -147,7 +147,7 @@ def test_what_is_written_is_what_megatron_core_writes(
     (ours, _, our_objects), (infos, _, objects) = (
         read_dcp_metadata(folder / ITERATION / DCP_METADATA) for folder in (tmp_path / "back", folders[name])
     )
-    if not name.startswith("fully_reshardable"):  # Other forms have different names.
+    if not name.startswith("fully_reshardable"):  # Other forms of Adam's state have different names.
         ours, infos = ({n: info for n, info in held.items() if not n.startswith("optim")} for held in (ours, infos))
     assert ours == infos
     assert {name for name in objects if "_extra_state" in name} <= our_objects.keys()
