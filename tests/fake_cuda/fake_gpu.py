@@ -187,19 +187,12 @@ H200 = types.SimpleNamespace(
     total_memory=150_754_820_096,
     multi_processor_count=132,
     warp_size=32,
-    L2_cache_size=62_914_560,
     max_threads_per_multi_processor=2048,
     max_threads_per_block=1024,
     regs_per_multiprocessor=65_536,
-    shared_memory_per_multiprocessor=233_472,
-    shared_memory_per_block=49_152,
     shared_memory_per_block_optin=232_448,
     gcnArchName="",
     uuid="fake",
-    is_integrated=0,
-    clock_rate=1_980_000,
-    memory_bus_width=6144,
-    memory_clock_rate=3_201_000,
 )
 
 
