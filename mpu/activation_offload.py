@@ -31,8 +31,8 @@ Reload = Callable[[], Tensor]  # A function that returns the tensor on the devic
 
 
 class ActivationOffload:
-    """Host buffers and the copy stream for the activations of a model on `device`. Copies are also made on a CPU, for
-    tests, where no memory is saved.
+    """Host buffers and the copy stream for the activations of a model on `device`. On a CPU, for tests, the class makes
+    the same copies, which save no memory.
 
     A model calls `forward_begins` and `forward_ends` around each forward pass, and in between `next_group` or
     `offload_layer` for each group. Backward passes may run after several forward passes.
@@ -151,7 +151,7 @@ class _OffloadedStorage:
 
     def __init__(self, memory: ActivationOffload, group: OffloadGroup, whole: Tensor) -> None:
         self._memory, self._group = memory, group
-        self.id = _storage_id(whole)  # No other tensor can have this address before `free`.
+        self.id = _storage_id(whole)  # The id is unique until `free` releases the memory.
         self._host = memory.allocate(whole.numel(), whole.dtype)
         self._on_device: Tensor | None = whole
         self._copied = memory.copy(self._host, whole)  # the event at the end of the last copy

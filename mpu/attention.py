@@ -21,8 +21,8 @@ class PackedSeqParams:
     """The lengths of the documents in a micro-batch, so that no token attends to a token of a different document.
     megatron.core's class of this name changes the shape of the tensors to [t, n, d]; here the shape stays [s, b, n, d].
 
-    lengths: the number of tokens of each document. A document that continues in the next sample counts as two
-        documents. The sum is t.
+    lengths: the number of tokens of each document. The sum is t. A document that continues in the next sample counts as
+        two documents.
     cu_seqlens_q: int32 [len(lengths) + 1], 0 and the cumulative lengths, on the model's device.
     """
 

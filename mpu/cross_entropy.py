@@ -27,7 +27,7 @@ from mpu.partition import check_ids, local_ids
 def vocab_parallel_targets(
     target: Tensor, shard_index: int, columns: int, vocab_size: int
 ) -> kernels.VocabParallelTargets:
-    """Return the targets [...] as seen by a shard of the vocabulary.
+    """Return the targets [...] as column numbers of one shard of the vocabulary.
 
     columns: width of a shard, with padding.
     """
@@ -45,7 +45,7 @@ def _combine_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | No
 
     def combine(local: Tensor) -> Tensor:
         of_ranks = local.new_empty((group.size(), *local.shape))
-        dist.all_gather(list(of_ranks), local.contiguous(), group=group)  # One collective replaces three.
+        dist.all_gather(list(of_ranks), local.contiguous(), group=group)  # one all-gather instead of three all-reduces
         max_logits, totals, target_logits = of_ranks.unbind(1)  # [tp, 3, ...] -> three of [tp, ...]
         max_logit = max_logits.amax(dim=0)
         return torch.stack((max_logit, (totals * (max_logits - max_logit).exp()).sum(dim=0), target_logits.sum(dim=0)))
@@ -67,7 +67,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         needs_grad = grad_enabled and ctx.needs_input_grad[0]
         columns, target = logits.size(-1), target.flatten()
         targets = vocab_parallel_targets(target, group_rank_and_size(group)[0], columns, vocab_size)
-        x = logits.clone(memory_format=torch.contiguous_format)  # the softmax overwrites it with the gradient
+        x = logits.clone(memory_format=torch.contiguous_format)  # The softmax overwrites this copy with the gradient.
         token_weight = torch.ones(target.shape, device=logits.device) if needs_grad else None
         stats = kernels.vocab_parallel_softmax(x.view(-1, columns), targets, token_weight, _combine_over(group))
         if needs_grad:
@@ -87,7 +87,7 @@ def vocab_parallel_cross_entropy(
     communication.
 
     logits: [..., v/tp], this rank's columns.
-    target: [...] int64, ids in the whole vocabulary. No value leaves a token out, see `check_ids`.
+    target: [...] int64, ids in the whole vocabulary. There is no ignore_index, see `check_ids`.
     vocab_size: the true vocabulary size; columns after it are masked (default: no column is masked).
 
     The label_smoothing of megatron.core is not implemented.

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelState:
-    """The groups of this rank, its rank in each group, and their sizes.
+    """The groups of this rank, its rank in each group, and the sizes of the groups.
 
     Without torch.distributed all groups are None. Without a pipeline, the pipeline and embedding groups are None and
     the model-parallel group is the tensor group. On middle stages of a pipeline the embedding group is None.

@@ -151,7 +151,7 @@ def linear(
     """
     needs_grad = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not needs_grad and not sequence_parallel:
-        return kernels.linear_without_gradient(x, weight, bias)  # in generation: faster on a CPU
+        return kernels.linear_without_gradient(x, weight, bias)  # This product for generation is faster on a CPU.
     x, weight, bias = kernels.cast_for_autocast(x, weight, bias)
     if weight_grad_fn is None and group is None and not kernels.uses_amx(x):
         return F.linear(x, weight, bias)  # torch's backward

@@ -12,9 +12,9 @@ A program that needs different numbers on each data-parallel rank or pipeline st
 functions work on CPU and GPU. Some names contain "cuda" because Megatron's names do.
 
 Dropout with `make_dropout_seeds` does not use these streams. A mask is a function of the seed, the sample's number in
-the run, the layer, the location in the layer, and the position and channel (in attention: head, query and key). It is
-therefore equal in every layout and micro-batch, and when a layer is recomputed. No mask is saved. `kernels/dropout.py`
-has the function.
+the run, the layer, the location in the layer, and the position and channel (in attention: head, query and key). A mask
+is therefore equal in every layout and micro-batch, and when a layer is recomputed. No mask is saved.
+`kernels/dropout.py` has the function.
 
 Legend: b batch, s sequence, h hidden, tp tensor-parallel size, l layers.
 """

@@ -354,13 +354,13 @@ class ParallelTransformerLayer(nn.Module):
 class FusedTransformerLayer(ParallelTransformerLayer):
     """`ParallelTransformerLayer` with a second forward for GPUs. On a CPU the layer only runs the base class's forward.
 
-    On a GPU, the layer calls the fused functions of `kernels/layer.py` between the matrix products. They read and write
-    less memory than PyTorch's operators. The layer then returns `kernels.ResidualTerms`, which the first kernel of the
-    next layer adds. `kernels.hidden_states` returns the sum of the terms.
+    On a GPU, the layer calls the fused functions of `kernels/layer.py` between the matrix products. These functions
+    read and write less memory than PyTorch's operators. The layer then returns `kernels.ResidualTerms`, which the first
+    kernel of the next layer adds. `kernels.hidden_states` returns the sum of the terms.
 
-    The fused functions do not support generation, selective recomputation and dropout masks from torch's generators.
-    They do not call the layer norms, `attention` and `mlp` as modules. In these cases, and if one of these modules has
-    a hook, the base class's forward runs.
+    The base class's forward runs in generation, with selective recomputation, and if torch's generators draw the
+    dropout masks, because the fused functions do not support these cases. It also runs if a layer norm, `attention` or
+    `mlp` has a hook, because the fused forward does not call them as modules.
     """
 
     def forward(  # type: ignore[override]

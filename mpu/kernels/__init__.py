@@ -79,7 +79,7 @@ def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     """Return the operands of a linear layer in the dtype that torch.autocast uses for matrix products; without autocast
     they are unchanged.
 
-    torch casts inside its own products. A custom autograd function must cast its operands before it saves them;
+    F.linear casts its operands itself. A custom autograd function must cast its operands before it saves them;
     otherwise the gradients would have a different dtype.
     """
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
@@ -104,7 +104,7 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     elif x.is_cpu and rows < MANY_ROWS:
         if rows == 1:
             return matrix_vector_product(x, weight, bias)
-        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # Such a weight is stored by row.
+        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # The weight is stored by row.
             return transposed_product(x, weight, bias)
     return F.linear(x, weight, bias)
 

@@ -34,7 +34,7 @@ SEEDED_QUERY_BLOCK = 128
 # time than with the scores of all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many scores take
 # 4 % less time (8 samples of 256 tokens, 4 heads, bf16, one thread).
 SCORES = {QUERY_BLOCK: 3 << 18, SEEDED_QUERY_BLOCK: 3 << 19}
-# The longest sequence whose dropout probabilities are saved. The probabilities of a longer one need too much memory.
+# The longest sequence whose probabilities are saved for backward. Those of a longer sequence need too much memory.
 SAVED_UP_TO = 512
 
 
@@ -70,8 +70,8 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     cu_seqlens: int32, 0 and the cumulative lengths.
     longest: the largest length.
 
-    `varlen_attn` is torch's only kernel for cumulative lengths. It computes all documents in one launch, without a mask
-    tensor. On an H200 a training step of two layers gives the loss and the gradient norm of a CPU.
+    `varlen_attn`, torch's only kernel for cumulative lengths, computes all documents in one launch, without a mask
+    tensor. On an H200, a training step of two layers gave the same loss and gradient norm as on a CPU.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -91,8 +91,8 @@ def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
 
     On a CPU with AMX this function is faster in bf16 than torch 2.13's fused kernel (times: `cpu_features.py`).
     Backward computes the scores of a block of queries again, in bf16. FlashAttention uses float32. Therefore the
-    rounding error grows with the scores: the error of the queries' gradient is 0.4 % if the largest score is 4, and
-    1.6 % if it is 30. With torch's fused kernel these errors are 0.25 and 0.45 %.
+    rounding error grows with the scores: with a largest score of 4 or 30, the error of the queries' gradient is 0.4 or
+    1.6 %. With torch's fused kernel these errors are 0.25 and 0.45 %.
     """
     out: Tensor = _BlockwiseAttention.apply(qkv, 0, None, 0, 0, 0)
     return out
@@ -105,7 +105,7 @@ def seeded_attention(
     [s, b, n, 3, d] -> [s, b, n·d]. For a CPU.
 
     dropout_seeds: int64 [b, 3], as in `seeded_dropout`.
-    location: which dropout of the layer.
+    location: which dropout of the layer, for example `ATTENTION_DROPOUT` of `mpu/random.py`.
     first_head: the index of this rank's first head.
     first_position: the first position of qkv in its sample, which selects the part of the mask.
 

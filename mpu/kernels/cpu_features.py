@@ -1,9 +1,9 @@
 """The properties of the CPU that select kernels: its instructions for bf16 matrix products, and whether packed weights
 are faster.
 
-Measurements in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all three, showed that
-these properties decide which kernel is the fastest. Nothing is timed at start, so the choice does not depend on the
-load of the machine, and ranks on the same kind of processor agree to the bit.
+Measurements on processors with AMX, with AVX-512's bf16 products and with neither showed that these properties decide
+which kernel is the fastest. Nothing is timed at start, so the choice does not depend on the load of the machine, and
+ranks on the same kind of processor agree to the bit.
 
 Times of GPT-2 124M in ms, one thread of an Intel Xeon, the fastest run, 2026-11-22. "Without AMX" is the same processor
 with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
@@ -16,7 +16,8 @@ with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
     attention with dropout         scores in bf16, in float32 (2 heads, 512)       10.3, 22.2     43.4, 22.3
     weight gradient, bf16          whole, in parts (2,048 tokens, 3,072 × 768)     103, 71        559, 603
 
-Without both properties, bf16 linear layers of 4 and more rows multiply blocks in float32: 44 ms instead of 61.
+Without AMX and AVX-512's bf16 products, bf16 linear layers of 4 and more rows multiply blocks in float32: 44 ms instead
+of 61.
 """
 
 import os
@@ -45,7 +46,7 @@ def _has_bf16_products() -> bool:
 
 HAS_AMX: bool = _has_amx()
 HAS_BF16_PRODUCTS: bool = HAS_AMX or _has_bf16_products()
-# Packed weights were measured on x86 without AMX.
+# Measurements showed that packed weights are faster on x86 without AMX.
 HAS_PACKED_WEIGHTS: bool = (
     not HAS_AMX and platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
 )

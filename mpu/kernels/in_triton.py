@@ -8,8 +8,8 @@ The kernels of a layer are explained in `layer.py`. A kernel that reads or compu
 output also sums this gradient, which gives the gradient of the bias. Each program sums its rows in float32, in an order
 that does not depend on the GPU, and `add_up` adds the sums of all programs.
 
-The loss reads each logit once from memory and overwrites it once. A program computes one row of logits (100 KB in
-bf16), so when it reads the row again, the row is in the cache of the GPU:
+The kernel of the loss reads each logit once from memory and overwrites it once. A program computes one row of logits
+(100 KB in bf16), so when it reads the row again, the row is in the cache of the GPU:
 
     d logits = weight · (softmax(logits) - one-hot(target))
 
@@ -55,10 +55,10 @@ LAYER_TILE = tl.constexpr(2048)  # elements that a program has at once
 GELU_COLUMNS = tl.constexpr(256)  # elements of a row that a program of GELU's backward has at once
 GELU_ROWS = tl.constexpr(LAYER_TILE // GELU_COLUMNS)
 SUM_COLUMNS = tl.constexpr(32)  # columns of a program that adds up sums
-LOSS_COLUMNS = tl.constexpr(2048)  # columns at a time
-UNIT = tl.constexpr(16)  # elements
-CHUNK = tl.constexpr(16384)  # elements of a program
-LIST_BLOCK = tl.constexpr(1024)  # elements at a time
+LOSS_COLUMNS = tl.constexpr(2048)  # columns of a row that the kernel of the loss computes at a time
+UNIT = tl.constexpr(16)  # elements in a unit of the distances and sizes in a table
+CHUNK = tl.constexpr(16384)  # elements of a list's tensor that one program computes
+LIST_BLOCK = tl.constexpr(1024)  # elements of a chunk that the program computes at a time
 
 DROPOUT_WARPS = 2  # Each thread computes one block.
 LAYER_PROGRAMS = 264  # programs that share the rows of a sum: two for each multiprocessor of an H100
@@ -290,8 +290,8 @@ def add_norm_kernel(
     LOCATION: tl.constexpr, BRANCH: tl.constexpr, DROPOUT: tl.constexpr, NORM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = x + dropout(branch + bias) [t, h] and, with NORM, y = norm(out) with its statistics [t]. Without BRANCH out
-    is x, and is not written. program_id is the number of a block of ROWS rows."""
+    """out = x + dropout(branch + bias) [t, h] and, with NORM, y = norm(out) with its statistics [t]. Without BRANCH,
+    out equals x and is not written. program_id is the number of a block of ROWS rows."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     real = column < h
     inside = (row < t)[:, None] & real[None, :]
@@ -326,8 +326,8 @@ def add_norm_backward_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = grad + the gradient of norm(x); d_branch = dropout(dx). sums [programs, 3 or 1, h]: of d_branch and, with
-    NORM, of the terms of the gradients of the norm's weight and bias. Without NORM dx is grad, and is not written.
-    Without DROPOUT d_branch is dx, and is not written. program_id is the index of a block of `rows` rows."""
+    NORM, of the terms of the gradients of the norm's weight and bias. Without NORM, dx equals grad and is not written.
+    Without DROPOUT, d_branch equals dx and is not written. program_id is the index of a block of `rows` rows."""
     column = tl.arange(0, BLOCK)
     real = column < h
     if NORM:
@@ -457,7 +457,7 @@ def cross_entropy_kernel(
         total = tl.full((), 0.0, tl.float32)
         for first in range(0, COLUMNS, LOSS_COLUMNS):
             at = first + block
-            # The mask ends at a multiple of 16 bytes. Padding columns may begin before it and are replaced below.
+            # The mask ends at a multiple of 16 bytes. Padding columns may begin before this end and are replaced below.
             x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last")
             x = tl.where(at < COLUMNS, x.to(tl.float32), float("-inf"))
             larger = tl.maximum(largest, tl.max(x))
@@ -471,7 +471,7 @@ def cross_entropy_kernel(
         largest, total = tl.load(stats), tl.load(stats + tokens)
     if WRITE_GRADIENT:
         if FIND_STATS:
-            tl.debug_barrier()  # After it, every thread has read the target's logit.
+            tl.debug_barrier()  # After the barrier, every thread has read the target's logit.
         factor = tl.load(token_weight + row)
         of_target = tl.where(tl.load(is_local + row), tl.load(target + row), -1)
         scale = factor / total
@@ -511,9 +511,9 @@ def cross_entropy_gradient_(
 
 
 def launch_on_lists(kernel, lists: Sequence[Sequence[Tensor]], *args: object, **constants: bool) -> bool:
-    """Start a program for each chunk of the tensors in these lists. The tensors with one index have equal sizes in all
-    lists. The kernel gets the first tensor of each list, the table, the number of tensors, and `args`. The table has
-    sizes in units if every size is a multiple of UNIT, else in elements.
+    """Start a program for each chunk of the tensors in these lists. Tensors with the same index have the same size in
+    all lists. The kernel gets the first tensor of each list, the table, the number of tensors, and `args`. The table
+    has sizes in units of UNIT elements if every size is a multiple of UNIT, else in elements.
 
     Return False, and start nothing, if a tensor is not contiguous, if the tensors of a list differ in dtype, or if a
     distance is not a multiple of UNIT.
@@ -528,7 +528,7 @@ def launch_on_lists(kernel, lists: Sequence[Sequence[Tensor]], *args: object, **
         distances.append([distance // unit for distance in bytes_after])
     *first_chunks, chunks = itertools.accumulate((triton.cdiv(size, CHUNK.value) for size in sizes), initial=0)
     size_unit = UNIT.value if all(size % UNIT.value == 0 for size in sizes) else 1
-    # From pinned memory, so that the host does not wait.
+    # The host does not wait for a copy from pinned memory.
     rows, device = [first_chunks, [size // size_unit for size in sizes], *distances], lists[0][0].device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     kernel[(chunks,)](

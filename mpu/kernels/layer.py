@@ -8,9 +8,9 @@ The gradient of a linear layer's bias is a sum of the gradient of the layer's ou
 computes the sum in its backward pass, which already has the values in registers. That function therefore takes the bias
 as an argument.
 
-A pass reads or writes as many elements as the layer's input has. Between its products, a layer without dropout takes
-42 passes; torch's operators take 63 and torch.compile takes 56. With dropout these are 44, 71 and 65. The numbers are
-counts (`tests/fake_cuda/test_kernels.py`). `in_triton.py` has the times on an H200.
+A pass reads or writes as many elements as the layer's input has. Between its products, a layer without dropout takes 42
+passes; torch's operators take 63 and torch.compile takes 56. With dropout these numbers are 44, 71 and 65.
+`tests/fake_cuda/test_kernels.py` counts the passes. `in_triton.py` has the times on an H200.
 
 Legend: b batch, s sequence, t = s · b tokens, h hidden, n heads, d head size.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from mpu.kernels.dropout import DROPOUT, drop_threshold
 from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
-WIDEST = 4096  # elements of a row whose sums a GPU's registers hold
+WIDEST = 4096  # The sums of a row with this number of elements fit into a GPU's registers.
 
 
 class ResidualTerms(NamedTuple):
@@ -234,10 +234,11 @@ def _bias_dropout_add_norm_backward(
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and branch [s, b, h], and those of bias, norm's weight and norm's bias [3, h].
+    Without a norm the gradient of x is `grad`, the first result is empty, and the third is [1, h]. Without dropout the
+    gradient of branch is the gradient of x, and the second result is empty.
 
-    grad, dy: the gradients of the results out and y of the forward pass. x, mean, rstd: out and its statistics.
-    Without a norm the gradient of x is `grad`; then the first result is empty, and the third is [1, h]. Without dropout
-    the gradient of branch is the gradient of x; then the second result is empty.
+    grad, dy: the gradients of out and y.
+    x, mean, rstd: out and its statistics.
     """
     total, of_norm = grad.float(), []
     dx, d_branch = grad.new_empty(0), grad.new_empty(0)  # Results of an operator may not share memory.

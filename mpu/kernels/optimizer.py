@@ -1,5 +1,5 @@
 """Operations on the lists of tensors of an optimizer: the sum of squares for the gradient norm, sums of gradients, and
-AdamW. A GPU computes each one in one pass and one launch (`in_triton.py`).
+AdamW. A GPU computes each operation in one pass and one launch (`in_triton.py`).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Kernels in Triton for GPUs, each with a function in plain PyTorch as its reference.
 
 A GPU kernel consists of a reference, examples and a function in `in_triton.py`. The function has the arguments of the
-reference, and its name without the first underscore. That file is imported only when a GPU uses it, because Triton is a
-part of torch's builds for GPUs.
+reference, and its name without the first underscore. `in_triton.py` is imported only when a GPU uses a kernel, because
+Triton is a part of torch's builds for GPUs.
 
     def _halve_(x: Tensor, factor: float) -> None:  # The annotations of the reference give the operator's schema.
         x.mul_(factor)
@@ -15,8 +15,8 @@ part of torch's builds for GPUs.
 
 A call on a CPU calls the reference. A call on a GPU calls the custom operator `mpu::halve_`, which torch.compile does
 not trace into. In a run, the operator's first call with a dtype compares the Triton kernel with the reference on the
-examples. If they differ, or if the kernel cannot be compiled, one line in the log of Python's `logging` says so, and
-the run uses the reference. So an untested GPU or compiler can make a run slower, but not wrong.
+examples. If the results differ, or if the kernel cannot be compiled, one line in the log of Python's `logging` says so,
+and the run uses the reference. So an untested GPU or compiler can make a run slower, but not wrong.
 
 To test a Triton kernel without a GPU, call it, or `TritonKernel.run`, with CPU tensors in Triton's interpreter
 (TRITON_INTERPRET=1); see `tests/fake_cuda/interpreted.py`.
@@ -44,11 +44,11 @@ class TritonKernel(Generic[P, R]):
     reference: the operation in plain PyTorch, for every device. Its first argument is a tensor, or a list of
         tensors with at least one, which decides device and dtype. An operator either returns new tensors, or
         writes into arguments and returns None.
-    examples: dtype -> lists of small arguments on the CPU for the comparison. They must not use torch's
-        generators, whose states belong to the run: see `example_tensor`.
+    examples: dtype -> lists of small arguments on the CPU for the comparison. Use `example_tensor` for random numbers,
+        because torch's generators belong to the run.
     mutates_args: names of the arguments that the operation writes into.
-    fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). It is
-        needed if the reference reads values or uses the CPU.
+    fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). A
+        reference that reads values or uses the CPU needs this function.
 
     name: the name of the operator in torch.ops.mpu, and of the kernel.
     written: the positions of the arguments that the operation writes into.
@@ -125,7 +125,8 @@ class TritonKernel(Generic[P, R]):
         return ""
 
     def _results(self, function: Callable[..., Any], example: Sequence[Any], device: torch.device) -> list[Tensor]:
-        """Call a function with a copy of `example` on `device`, and return its results and the arguments it changes."""
+        """Call a function with a copy of `example` on `device`, and return its results and the arguments that it
+        changes."""
 
         def copied(value: Any) -> Any:
             if isinstance(value, list):
@@ -139,7 +140,7 @@ class TritonKernel(Generic[P, R]):
 
 
 def example_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return normally distributed numbers, the same in each call. This does not use torch's default generator."""
+    """Return normally distributed numbers, the same in each call, without torch's default generator."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 

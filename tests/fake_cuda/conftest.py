@@ -11,7 +11,7 @@ import torch
 HERE = Path(__file__).parent
 
 
-# The modules import torch's compiler, which takes seconds in each process of other tests.
+# These modules import torch's compiler, which would take seconds in each process of the other tests.
 collect_ignore_glob = [] if "FAKE_CUDA" in os.environ else ["test_*.py"]
 
 

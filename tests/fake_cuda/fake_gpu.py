@@ -69,7 +69,7 @@ class FakeStream:
         self.wait_event(stream.record_event())
 
     def record_event(self) -> FakeEvent:
-        """Return an event with the stream's operations until now."""
+        """Return an event that is recorded after the stream's operations so far."""
         event = FakeEvent()
         event.record(self)
         return event
@@ -127,7 +127,7 @@ class MemoryOrder:
         self._uses: dict[tuple[int, int], _Use] = {}
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        """Assign memory that is new to the current stream, or to the host."""
+        """Assign new memory to its owner: the current stream or, for memory on a CPU, the host."""
         for tensor in tensors:
             if (key := memory_of(tensor)) not in self._uses:
                 on_device = tensor.device.type == "cuda"
@@ -302,7 +302,7 @@ class Copy:
     """A copy between host and device.
 
     to: the destination.
-    stream: the number of its stream.
+    stream: the number of the stream that runs the copy.
     """
 
     to: str
@@ -555,7 +555,7 @@ class FakeGPU(TorchDispatchMode):
         return out
 
     def _in_batch(self, real: Any, operations: Any) -> list[dist.Work]:
-        """Replace torch's `batch_isend_irecv`. Like that of NCCL, it returns one work for all operations."""
+        """Replace torch's `batch_isend_irecv`. As with NCCL, all operations have one work."""
         self._batch = []
         try:
             real(operations)
@@ -581,7 +581,8 @@ class FakeGPU(TorchDispatchMode):
                     self.faults.append(f"{where()} {verb} {call} before its wait")
 
 
-Pending = list[tuple[RecordedCall, list[Tensor], list[Tensor]]]  # calls of a work, and what they send and receive
+# the calls of a work, and the tensors that each call sends and receives
+Pending = list[tuple[RecordedCall, list[Tensor], list[Tensor]]]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -589,7 +590,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have common memory. A strided tensor includes its gaps."""
+    """Return True if two tensors have common memory. A strided tensor includes the memory between its elements."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     (a, b), (c, d) = (span(z) for z in (x, y))

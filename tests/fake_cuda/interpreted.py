@@ -61,7 +61,8 @@ def add_one(stats: Tensor) -> Tensor:
 def test_the_loss_and_its_gradient_equal_those_of_a_cpu(
     columns: int, combine: Callable[[Tensor], Tensor] | None, dtype: torch.dtype
 ):
-    """With 0 columns the rank has only padding. `combine` stands for the statistics of other ranks."""
+    """With 0 columns the rank has only padding. `add_one` replaces the function that combines the statistics of all
+    ranks."""
     logits, weight = (4 * torch.randn(5, columns + 127)).to(dtype), torch.rand(5)
     targets = kernels.VocabParallelTargets(columns, torch.randint(0, columns + 1, (5,)), torch.arange(5) < columns)
     for token_weight in (None, weight):

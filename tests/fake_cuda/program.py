@@ -1,6 +1,7 @@
 """Runs the training program on the fake GPU with any flags and layout, and checks what the program must not do.
 
-The ranks of a layout run in turn in one process. Each uses torch's fake process group, whose collectives send nothing.
+The ranks of a layout run in turn in one process. Each rank uses torch's fake process group, whose collectives send
+nothing.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def steps(trainer: Trainer, gpu: FakeGPU, count: int = 1) -> None:
 def check_step(trainer: Trainer, gpu: FakeGPU, allowed: Sequence[str] = ()) -> None:
     """Assert that a step never waits for the device and sends only contiguous CUDA tensors.
 
-    allowed: begins of the lines of code at which the host may wait, such as a file name.
+    allowed: names of files in which the host may wait.
     """
     steps(trainer, gpu)
     waits = [wait for wait in gpu.waits if not wait.startswith(tuple(allowed))]
@@ -157,7 +158,7 @@ def communication(trainer: Trainer, gpu: FakeGPU) -> dict[str, int]:
 
 def check_budget(mode: str, now: Mapping[str, int]) -> None:
     """Assert that the recorded step has exactly the kernels and bytes, or the communication, that budgets.json gives
-    for `mode`. With RECORD_BUDGETS in the environment, write them to the file instead."""
+    for `mode`. With RECORD_BUDGETS in the environment, write `now` to budgets.json instead."""
     budgets = json.loads(BUDGETS.read_text())
     if "RECORD_BUDGETS" in os.environ:
         lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(of)}" for name, of in {**budgets, mode: now}.items())

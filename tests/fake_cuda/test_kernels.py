@@ -43,7 +43,8 @@ TYPES = {
 
 
 def cases(element: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the kernels with their constants. `num_warps` and `most_registers` (per thread) are not constants."""
+    """Return the kernels with their constants. The entries `num_warps` and `most_registers` (of a thread) are not
+    constants of the kernel."""
     from mpu.kernels import in_triton
 
     plain, wide = {"num_warps": in_triton.LAYER_WARPS}, {"LOCATION": 2, "DROPOUT": True, "NORM": True}

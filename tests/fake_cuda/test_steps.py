@@ -60,8 +60,8 @@ WAYS = {  # ranks, flags, and the bytes that are copied to the host and back
     "in pairs": (1, f"{PARKED} --recompute-num-layers 2", LAYERS // 2 * INPUT),
     "accumulation": (1, f"{PARKED} --global-batch-size 4", 2 * LAYERS * INPUT),
     "parts of inputs": (2, f"{PARKED} --partition-activations --model-parallel-size 2", LAYERS * INPUT // 2),
-    # offloaded of a layer: inputs and outputs of both layer norms, queries, keys and values, attention's output, and
-    # twice the 4h of the MLP
+    # A layer offloads the inputs and outputs of both layer norms, queries, keys and values, attention's output, and
+    # twice the 4h of the MLP.
     "of layers": (1, f"--num-layers {LAYERS} --cpu-offloading-num-layers 3", 3 * (8 + 8) * INPUT),
 }
 
@@ -138,7 +138,7 @@ SHAPE = (
 )
 SHARDED, SPLIT = "--use-distributed-optimizer", "--model-parallel-size 2"
 STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 16"
-CASES = {  # ranks and flags; with two stages, both are compared
+CASES = {  # ranks and flags; with two pipeline stages, the peaks of both stages are compared
     "bf16": (1, ""),
     "selective": (1, "--recompute-granularity selective"),
     "full": (1, FULL),
@@ -263,7 +263,7 @@ def traced(text: Path, save: Path, flags: str, size: int, rank: int) -> list[Ker
 
 
 def runs(kernels: list[Kernel]) -> list[tuple[tuple[str, tuple[tuple[int, ...], ...]], int]]:
-    """Return the name and shapes of each operator of SUMS among `kernels`, and how many equal ones follow each other.
+    """Return the name and shapes of each operator of SUMS among `kernels`, and how many equal calls follow each other.
     The gradient norm is left out, because it adds integers, whose order does not matter."""
     sums = [
         (kernel.name, kernel.shapes)

@@ -146,7 +146,7 @@ def test_losses_are_the_same_with_activations_in_the_hosts_memory(folder: Path, 
         del trainer, transformer
     whole, parked = seen[:2], seen[2:]
     assert [s["loss"] for s in whole] == [pytest.approx(s["loss"], rel=1e-6) for s in parked]
-    assert kept[1] <= kept[0] - 3 * INPUT  # The model keeps the input of the first layer.
+    assert kept[1] <= kept[0] - 3 * INPUT  # The input of the first layer stays on the GPU.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

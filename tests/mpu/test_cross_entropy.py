@@ -106,8 +106,8 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the peak of the bytes in all live storages that operators allocate inside, and the calls of each
-    operator."""
+    """Inside this context, counts the calls of each operator, and the current and peak bytes of the storages that
+    operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,9 +30,9 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def compare(parallel: nn.Module, plain: nn.Module, inputs: Tensor) -> None:
-    """Load the plain module's weights into the parallel module, whose parameters have the same order. Run both and
-    compare everything, in float64 or, if it is enabled, under torch.autocast. Backward runs outside autocast, as torch
-    recommends."""
+    """Load the plain module's weights into the parallel module, whose parameters have the same order. Run both modules
+    and compare outputs and gradients, in float64 or, if torch.autocast is enabled, in bf16. Backward runs outside
+    autocast, as torch recommends."""
     rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
     if not torch.is_autocast_enabled("cpu"):
         parallel, plain = parallel.double(), plain.double()
@@ -107,7 +107,8 @@ def check_ids(rank: int, world_size: int) -> None:
 
 
 def check_initial_weights(rank: int, world_size: int) -> None:
-    """Check that a parallel layer that is built after manual_seed(s) has the weights that the plain init call draws."""
+    """Check that a parallel layer that is built after manual_seed(s) has the weights that `init_method` draws for a
+    whole tensor."""
     for layer_class in (mpu.ColumnParallelLinear, mpu.RowParallelLinear, mpu.ParallelEmbedding):
         torch.manual_seed(3)
         layer = layer_class(IN, OUT)

@@ -1,5 +1,5 @@
-"""Random streams, activation checkpoints that repeat them, and saved activations that are sharded over ranks or
-offloaded to host memory: less device memory, equal results."""
+"""Test random streams, and activation checkpoints that repeat the streams. Saved activations that are sharded over
+ranks or offloaded to host memory need less device memory and give equal results."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def saved_bytes(rank: int, world_size: int) -> tuple[int, ...]:
 def test_each_rank_saves_only_its_shard(ranks: int):
     part = -(-ELEMENTS // ranks)
     for whole, one_shard, default_shard, on_host in run_ranks(saved_bytes, ranks):
-        # A plain checkpoint saves generator states and one input of float32. Its other arguments exist anyway.
+        # A plain checkpoint saves generator states and one input of float32. The other arguments of the checkpoint
+        # exist anyway.
         states = whole - 4 * ELEMENTS
         assert 0 <= states < 30_000
         # Two blocks save shards of an input of float32 and of a mask of bool.

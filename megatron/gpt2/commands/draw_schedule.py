@@ -47,7 +47,7 @@ def parse_times(text: str) -> tuple[float, ...]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags. Raises ValueError, which names the flag, if one is invalid."""
+    """Parse the flags. Raises ValueError with the name of an invalid flag."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--pipeline-model-parallel-size", type=int, metavar="P", help="ranks of the pipeline", required=True)

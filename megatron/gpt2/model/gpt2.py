@@ -143,7 +143,7 @@ class TransformerBlock(nn.Module):
             run = functools.partial(self._run_layers, layer_numbers, packed_seq_params, cache, layer_seeds)
             if full:
                 # x is the only argument, because DeepSpeed's replacement of mpu.checkpoint may shard each argument over
-                # the ranks. The attribute tells DeepSpeed that x is already sharded.
+                # the ranks. `no_checkpointing` tells DeepSpeed that x is already sharded.
                 if self.config.sequence_parallel:
                     hidden.no_checkpointing = True  # type: ignore[union-attr]
                 hidden = mpu.checkpoint(run, hidden, **self._checkpoint_options())
@@ -186,7 +186,7 @@ class TransformerBlock(nn.Module):
 
 class TiedGradSink(Protocol):
     """Receives both gradients of the tied matrix: backward computes the head's gradient first and the embedding's last.
-    Autograd would add both in the model's precision, and allocate three more matrices of this size."""
+    Autograd would add both gradients in the model's precision, and allocate three more matrices of their size."""
 
     def add(self, gradient: Tensor) -> None:
         """Add the head's gradient, [v/tp, h] in the model's dtype."""
@@ -289,7 +289,7 @@ class GPT2Model(nn.Module):
             nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
         self._cross_entropy = submodules.linear_cross_entropy
-        # If this is None, autograd adds the gradients of head and embedding.
+        # Without a sink, autograd adds the gradients of head and embedding.
         self.tied_grad_sink: TiedGradSink | None = None
         self.is_compiled = False
 
@@ -376,8 +376,8 @@ class GPT2Model(nn.Module):
             final layer norm     initial weight r, so logits · r; AdamW's rate and epsilon · r
             other parameters     as without muP, also the tied embeddings
 
-        The weights contain the factor of the logits, so every program that reads a checkpoint computes a usual GPT-2.
-        Attention divides by √d and not, as in muP, by d: for a constant d the two differ only by a constant.
+        The final layer norm contains the factor of the logits, so programs that read a checkpoint need no support for
+        muP. Attention divides by √d and not, as in muP, by d: for a constant d the two differ only by a constant.
         """
         named = self.transformer.named_parameters(prefix="transformer")
         scaled = [name for name, parameter in named if parameter.dim() == 2 or "final_layernorm" in name]
@@ -432,7 +432,7 @@ class GPT2Model(nn.Module):
 
 
 def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mpu.PartitionSpec]:
-    """Return the spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
+    """Return the spec of every parameter of a model with this tensor-parallel size, as `mpu.partition_specs` does.
 
     The specs are computed from a model on the meta device, whose group has one rank and never communicates, so
     torch.distributed need not be initialised. tp_size only affects the padding of the vocabulary.

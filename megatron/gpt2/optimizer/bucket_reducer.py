@@ -40,8 +40,8 @@ class BucketReducer:
     Under sequence parallelism, gradients of replicated parameters are also summed over the tensor-parallel group.
 
     in_bf16: whether gradients are rounded to bf16 before they are sent, and summed in bf16.
-    embedding_group: the ranks that have the parameter `buffer.tied_param`. At the end of a step, its gradient is summed
-        over these ranks.
+    embedding_group: the ranks that have the parameter `buffer.tied_param`. Its gradient is summed over these ranks at
+        the end of a step.
     """
 
     def __init__(
@@ -125,7 +125,8 @@ class BucketReducer:
 
         def on_grad_accumulated(parameter: Tensor) -> None:
             reducer = reference()
-            if parameter.grad is not None and reducer is not None:  # `add` gets the tied weight's gradient.
+            # The tied weight has no `grad`: `TiedGradAccumulator` passes its gradients to the reducer.
+            if parameter.grad is not None and reducer is not None:
                 gradient, parameter.grad = parameter.grad, None
                 reducer.collect(name, gradient)
 
@@ -291,7 +292,7 @@ class ParamAllGather:
             for layer in {_layer_of(name) for name in bucket.names}:
                 needed[layer].append(index)
         model.register_forward_pre_hook(lambda module, args: self.finish_param_sync(needed[None]))
-        # The hook is the block's, because torch.compile would make a hook of a layer part of the layer's graph.
+        # The block calls this hook, because torch.compile would make a layer's own hook part of the layer's graph.
         model.transformer.layer_pre_hook = lambda layer: self.finish_param_sync(needed[layer])
 
     def start_param_sync(self) -> None:

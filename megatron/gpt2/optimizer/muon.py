@@ -11,12 +11,12 @@ every width.
 
 Sources: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) for μ = 0.95, Nesterov and the iteration of
 `orthogonalize`. Moonlight (arXiv:2502.16982) for weight decay and c = 0.2: an update then has the root mean square of
-a typical update of AdamW, so both parts share --lr and --weight-decay. Megatron's --muon-scale-mode spectral uses this
-scale.
+a typical update of AdamW, so both parts share --lr and --weight-decay. Megatron's --muon-scale-mode spectral also
+multiplies by √max(m, n).
 
-Q, K and V are orthogonalized separately, as in Megatron. In one matrix, the largest of the three gradients would decide
-the scale of all. The order of the heads does not matter, because orthogonalization does not depend on the order of
-rows.
+Q, K and V are orthogonalized separately, as in Megatron. If they were one matrix, the largest of the three gradients
+would decide the scale of all three updates. The order of the heads does not matter, because orthogonalization does not
+depend on the order of rows.
 
 One rank orthogonalizes a whole matrix, with the same operands in every layout, as --exact-layouts needs. The matrices
 are divided over the tensor-parallel ranks, and with a sharded optimizer also over the data-parallel ranks. In a step a

@@ -145,10 +145,11 @@ class MixedPrecisionOptimizer:
 
     These attributes are scalars on the device:
 
-    num_updates, skipped_steps, skipped_in_a_row: int64 counts.
+    num_updates, skipped_steps, skipped_in_a_row: int64, the numbers of updates, of skipped steps, and of successive
+        skipped steps before the next step.
     found_inf: float32, 1.0 if the last step was skipped.
-    grad_norm: float32, of the last step before clipping.
-    learning_rate: float32, of the next step.
+    grad_norm: float32, the gradient norm of the last step before clipping.
+    learning_rate: float32, the rate of the next step.
 
     With an offloaded optimizer, masters and moments are in host memory and AdamW runs on the CPU. Each owned range
     needs two copies: the gradients to the host, and the weights to the device. The host waits for the device once in a

@@ -2,7 +2,7 @@
 
 The parameters are in four groups of neighbours:
 
-    split, decayed | split, not decayed | replicated, not decayed | replicated, decayed
+    split, with decay | split, without decay | replicated, without decay | replicated, with decay
 
 Layer norms, row-parallel biases and position embeddings are replicated. A group starts with the last layers, because
 backward computes the gradients of the last layers first. Under sequence parallelism, parameters whose gradients are
@@ -38,7 +38,7 @@ class ParamGroupKey(NamedTuple):
     is_sequence_parallel: bool  # The gradient of each tensor-parallel rank is a partial sum.
     decays: bool  # Weight decay applies to matrices, not to biases and layer norms.
     uses_muon: bool
-    lr_multiplier: float  # of AdamW's rate and epsilon
+    lr_multiplier: float  # factor of AdamW's rate and epsilon
     is_duplicate: bool  # Another pipeline stage has the same parameter and counts it in the norm.
 
 

@@ -51,7 +51,7 @@ def timetable(schedule: PipelineSchedule, costs: Sequence[ActionCosts]) -> Timet
 
     costs: one per virtual stage.
     """
-    before: dict[ActionKey, list[ActionKey]] = {}  # The actions are in the order of each rank.
+    before: dict[ActionKey, list[ActionKey]] = {}  # The keys of each rank are in the order of its actions.
     for rank, actions in enumerate(schedule.ranks):
         previous: list[ActionKey] = []
         for action in actions:

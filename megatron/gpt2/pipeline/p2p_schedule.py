@@ -7,9 +7,9 @@ sender wait, or cause a deadlock.
 The positions are found by a simulation of the schedule with the relative times of actions (`ActionCosts`). A message is
 exchanged at the first time at which both of its ranks are between two actions, and both ranks post it there. The
 receiver keeps the tensor until an action needs it. A rank starts its next action as soon as the input of the action is
-there, with one exception: if a busy partner needs a message from this rank for its next action, the rank waits for the
-partner, unless its own next action would end sooner. All messages are exchanged in the order of simulated time, so no
-deadlock is possible.
+there. There is one exception: the rank waits for a busy partner if the partner's next action needs a message from the
+rank, unless the rank's own next action would end sooner. All messages are exchanged in the order of simulated time, so
+no deadlock is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):
@@ -89,8 +89,8 @@ def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
     exchanged: set[P2PMessage | None] = {None}
 
     def waits_for_partner(rank: int, end: float) -> bool:
-        """Return whether `rank` waits before its next action, which would last until `end`: if the next action of a
-        busy partner needs a message from `rank`, and the partner would wait longer for `rank` than `rank` for it."""
+        """Return True if the next action of a busy partner needs a message from `rank`, and the partner would wait
+        longer for `rank`, whose next action would last until `end`, than `rank` would wait for the partner."""
         for message in pending:
             partner = message.destination
             action = steps[partner][next_step[partner]].action

@@ -72,7 +72,7 @@ class PipelineSchedule:
 
 def one_forward_one_backward(pp: int, m: int) -> PipelineSchedule:
     """1F1B, also called PipeDream-flush (arXiv:2104.04473). Rank r starts with pp − 1 − r forwards and then alternates
-    forward and backward. It keeps the activations of at most pp − r micro-batches. With pp = 1: F0 B0 F1 B1 ..."""
+    forward and backward. Rank r keeps the activations of at most pp − r micro-batches. With pp = 1: F0 B0 F1 B1 ..."""
     return PipelineSchedule(
         "1f1b", tuple(_alternate(_forwards(pp, 1, m), _backwards(pp, 1, m), pp - 1 - rank) for rank in range(pp)), 1, m
     )
@@ -115,7 +115,7 @@ def zero_bubble(pp: int, m: int) -> PipelineSchedule:
 
 @lru_cache(maxsize=64)
 def build_schedule(name: str, pp: int, vpp: int, m: int) -> PipelineSchedule:
-    """Build the schedule `name` (--pipeline-schedule). Raises ValueError with the name of the flag if this is
+    """Build the schedule `name` (--pipeline-schedule). Raises ValueError with the name of the flag if the schedule is
     impossible."""
     if pp < 1:
         raise ValueError(f"--pipeline-model-parallel-size must be positive, not {pp}")

@@ -1,4 +1,4 @@
-"""Attention equals the formula in float64, for each precision and each kernel of a CPU. Its seeded dropout masks are
+"""Attention equals the formula in float64, for each precision and each kernel of a CPU. The masks of seeded dropout are
 equal in every part of a batch."""
 
 from __future__ import annotations

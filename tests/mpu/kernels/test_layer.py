@@ -1,5 +1,5 @@
-"""The outputs and gradients of two transformer layers of a GPU, with the PyTorch references of their kernels, equal
-those of two plain layers, on one rank and on two. Each layer compiles to one graph."""
+"""Two transformer layers of a GPU, with the PyTorch references of their kernels, have the outputs and gradients of two
+plain layers, on one rank and on two. Each layer compiles to one graph."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def results(layers: Layers, x: Tensor, seeds: Tensor | None) -> dict[str, Tensor
 
 
 def greatest_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """Return the greatest difference, relative to the largest value of its tensor."""
+    """Return the greatest difference between two results of `results`, relative to the largest value of the tensor."""
     assert expected.keys() == found.keys() and len(expected) == 2 + 2 * 12
     return max(
         ((found[name].double() - value.double()).abs().max() / value.double().abs().max()).item()

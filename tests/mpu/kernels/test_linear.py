@@ -80,7 +80,7 @@ def test_a_sum_of_products_equals_the_formula(dtype: torch.dtype, bound: float, 
     {"": True, "ALL": True, "default": True, "AVX512_CORE_AMX": True, "AVX512_CORE": False, "avx2": False}.items(),
 )
 def test_amx(limit: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two variables can disable AMX. An empty environment variable has no effect."""
+    """ONEDNN_MAX_CPU_ISA and DNNL_MAX_CPU_ISA can each disable AMX. An empty variable has no effect."""
     for name, other in itertools.permutations(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")):
         monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, limit)

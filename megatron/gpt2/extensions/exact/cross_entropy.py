@@ -29,7 +29,7 @@ def _combine(local: Tensor) -> Tensor:
 
 
 class _ExactLinearCrossEntropy(LinearCrossEntropy):
-    """`LinearCrossEntropy` with a different forward."""
+    """`LinearCrossEntropy` whose forward computes the logits in V shards."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -34,7 +34,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """Y = XAᵀ + b, computed in shards of the output features, after *f* of arXiv:1909.08053."""
+    """Y = XAᵀ + b in shards of the output features. Backward sums dX over the shards (*f* in arXiv:1909.08053)."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs = ctx.saved_tensors
-        rows = _tokens(dy[0].to(weight.dtype))  # The values of dy, which is float32, fit into `weight.dtype`.
+        rows = _tokens(dy[0].to(weight.dtype))  # dy is float32, but `weight.dtype` can represent its values.
         dxs = [(rows @ part).view(x.shape) for part, x in zip(_columns(weight, len(xs)), xs, strict=True)]
         d_weight = ctx.weight_grad_fn(rows, [_tokens(x) for x in xs]) if ctx.needs_input_grad[0] else None
         return d_weight, None, None, *dxs
@@ -127,7 +127,7 @@ class _RowParallelLinear(torch.autograd.Function):
 class _AddParameter(torch.autograd.Function):
     """x + term(parameter) for a replicated parameter.
 
-    gradient: returns the gradient of the parameter over a slice of the sequence, from dY of the slice and the slice.
+    gradient: (dY of a slice of the sequence, the slice) -> the gradient of the parameter over this slice.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class ExactRowParallelLinear(RowParallelLinear):
     dY)."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # Leave out sequence_parallel, because the bias's gradient is complete.
+        super().__init__(*args, **kwargs)  # Without sequence_parallel, because the bias gets a complete gradient.
         self.sequence_parallel = sequence_parallel
         self.virtual = VirtualRanks(virtual_ranks, self.group)
         self.sequence_ranks = VirtualRanks(virtual_ranks, self.group if sequence_parallel else None)
@@ -170,7 +170,7 @@ class ExactRowParallelLinear(RowParallelLinear):
                 sums,
                 self.group,
                 forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),
-                # The gradient of a sum is also that of each of its terms, the partial sums.
+                # Each partial sum has the gradient of the total.
                 backward=lambda dy, _: (self.virtual.all_gather(dy) if self.sequence_parallel else dy).expand(
                     k, -1, -1, -1
                 ),

@@ -75,7 +75,8 @@ class ExactBucketReducer(BucketReducer):
     A rank stores about log2(micro-batches) partial sums in float32. An all-to-all sends the partial sums of a bucket.
     Each rank then adds the partial sums of its shard. Without a sharded optimizer, the ranks all-gather the shards.
 
-    by_rows: the gradient that `add_rows` adds to: `EMBEDDING_GRADIENT` if the rank has both the embedding and the head.
+    by_rows: the name of the gradient that `add_rows` adds to: EMBEDDING_GRADIENT if the rank has both the embedding and
+        the head, TIED_WEIGHT if it has only the embedding, else None.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, parallel: ParallelState, *, by_rows: str | None) -> None:
@@ -94,7 +95,7 @@ class ExactBucketReducer(BucketReducer):
 
     def register_grad_ready(self, name: str) -> None:
         """See `BucketReducer.register_grad_ready`. Add stored partial sums to the current partial sum where the tree
-        does so. Store the current partial sum if the next leaf starts a new one."""
+        does so. Store the current partial sum if the next leaf starts a new partial sum."""
         grad, waiting, first_leaf = self._grad(name), self._waiting[name], self._rank * self._num_microbatches
         leaf = first_leaf + self._num_microbatches - self._awaited[name]
         push(waiting, (waiting[-1][0][1] if waiting else first_leaf, leaf + 1), grad, self._block)
@@ -134,7 +135,7 @@ class ExactBucketReducer(BucketReducer):
         return bucket[part].view_as(self._buffer.parameters[name])
 
     def _bucket(self, index: int) -> Tensor:
-        """Return the gradients of a bucket. `index` = number of buckets means the embedding's gradient."""
+        """Return the gradients of a bucket. The index after the last bucket stands for the embedding's gradient."""
         if index < len(self._buffer.buckets):
             return self._buffer.bucket_grads(index)
         assert self._embedding_grad is not None

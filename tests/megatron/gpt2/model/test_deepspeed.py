@@ -89,8 +89,8 @@ def gradients(dtype: torch.dtype, recompute: str, sequence_parallel: bool) -> di
 
 
 def largest_differences(rank: int, world_size: int) -> dict[str, float]:
-    """For each configuration, the greatest difference between a gradient with and without checkpointing, relative to
-    the greatest entry of its tensor."""
+    """Return for each configuration the greatest difference between a gradient with and without checkpointing, relative
+    to the greatest entry of its tensor."""
     mpu.initialize_model_parallel(world_size)
     found = {}
     # In bf16 a CPU uses different attention kernels.

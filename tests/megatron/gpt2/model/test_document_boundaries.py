@@ -26,8 +26,8 @@ FLAGS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
 def texts(b: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [b, 32]. Documents end nowhere, in the middle, at two successive tokens, or at the edges
-    of a sample."""
+    """Return tokens and labels [b, 32]. In the four samples, documents end nowhere, in the middle, at successive tokens
+    and both edges, or at the last label."""
     text = torch.randint(1, 97, (4, 33), generator=torch.Generator().manual_seed(1))
     text[1, 10], text[2, [0, 5, 6, 31]], text[3, 32] = EOD, EOD, EOD
     rows = text if b == 4 else text[2:3]
@@ -107,7 +107,7 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
     if b == 4:
         documents = PackedSeqParams.from_tokens(texts(b)[0], EOD, "cpu")
         assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32], "the text must have several documents"
-        # tests/gpu compares the kernel that reads these cumulative lengths.
+        # tests/gpu tests the kernel that reads cu_seqlens_q.
         assert documents.cu_seqlens_q.diff().tolist() == documents.lengths and documents.cu_seqlens_q[0] == 0
     loss, gradients = loss_and_gradients(model, b, dense=True)
     assert abs(loss - model(*texts(b), torch.full((b, 32), 1 / (32 * b)))) > 1e-4, "the masks must matter"

@@ -155,7 +155,7 @@ def count_real(rank: int, world_size: int) -> int:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_specs_and_counts_are_those_of_the_real_model(world_size: int):
     assert run_ranks(count_real, world_size) == [count_parameters(SMALL, world_size)[1]] * world_size
-    # A size need not divide the model's dimensions.
+    # The tensor-parallel size need not divide the model's dimensions.
     assert model_partition_specs(SMALL, 3)["word_embeddings.weight"].padded_size == 384
 
 

@@ -19,8 +19,8 @@ from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, whole_weights, write_text
 
-# A step has 8 samples, accumulated on 2 and on 4 ranks. A bucket is smaller than a layer. Rows have 48 elements and
-# shards a multiple of 64, so shards end inside a row.
+# A step has 8 samples, so 2 or 4 ranks accumulate gradients. A bucket is smaller than a layer. Rows have 48 elements
+# and shards a multiple of 64, so shards end inside a row.
 TINY = "--hidden-size 48 --num-layers 2 --global-batch-size 8 --micro-batch-size 1 --ddp-bucket-size 10000 --lr 1e-3"
 SHARDED, OFFLOADED = "--use-distributed-optimizer", "--cpu-offload-optimizer"
 STEPS = 30
@@ -93,8 +93,8 @@ def gradient_bytes(trainer: Trainer) -> int:
 
 
 def zero_1_and_zero_2(rank: int, world_size: int, folder: Path, flags: str) -> list[dict[str, Any]]:
-    """Train 4 steps with each ZeRO stage. Return losses, norms and weights, and as fractions of all gradients those
-    that are allocated when a forward pass of step 4 starts, and when a gradient is computed."""
+    """Train 4 steps with each ZeRO stage. Return losses, norms and weights. For step 4 also return which fraction of
+    all gradients is allocated at the start of each forward pass, and when each gradient has been computed."""
     results: list[dict[str, Any]] = []
     for stage in ("", "--shard-gradients"):
         trainer = start(rank, world_size, folder, f"{BUCKETS} {flags} {stage} --save {folder}/{len(flags)}{stage}")

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def split_qkv(name: str, x: Tensor) -> list[Tensor]:
-    """Return Q, K and V of [n 3 d, h], with their heads in another order than in the model."""
+    """Return Q, K and V of [n 3 d, h], with their heads in reverse order."""
     return [x.view(4, 3, -1, 128)[:, i].flip(0).flatten(0, 1) for i in range(3)] if "query_key_value" in name else [x]
 
 
@@ -80,7 +80,8 @@ def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
 
 
 def train_in_batches(*arguments: Any) -> list[dict[str, Any]]:
-    """Train as on a GPU, which orthogonalizes several matrices together: in this test up to four of the largest."""
+    """Train as on a GPU, which orthogonalizes several matrices together. Here a batch has up to four of the largest
+    matrices."""
     batches: list[int] = []
 
     def counted(x: Tensor, *others: Any) -> Tensor:

@@ -1,5 +1,5 @@
-"""muP: sizes of activations that do not depend on the width, and AdamW's parameter groups. test_muon.py tests muP in
-several layouts."""
+"""With muP, sizes of activations do not depend on the width, and AdamW has a rate and an epsilon for each parameter.
+test_muon.py tests muP in several layouts."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ HALF_WAY_IN_2019, END_OF_2019 = (0.5 * (np.cos(np.pi * r) + 1) for r in (0.45, 0
         ("cosine", {"lr_warmup_fraction": 1.0}, {50: 0.5, 101: 0.1}),
         ("linear", {"lr_decay_iters": 50}, {5: 1, 50: 0.1, 100: 0.1}),
         ("linear", {"lr_decay_samples": 400}, {5: 1, 50: 0.1, 100: 0.1}),
-        # Samples need not be whole iterations.
+        # 404 and 12 samples are not whole iterations of 8 samples.
         (
             "linear",
             {"lr_decay_samples": 404, "lr_warmup_samples": 12},

@@ -67,7 +67,7 @@ def step_length(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]],
         for place, step in enumerate(own):
             others = [places[message, "receives"] for message in step.sends]
             others += [places[message, "sends"] for message in step.receives]
-            # A step exchanges messages with a partner's step after the partner has finished the step before.
+            # A step exchanges messages with a partner's step after the partner has finished its previous step.
             before[rank, place] = [(other, there - 1) for other, there in [(rank, place), *others]]
     ends = {(rank, -1): 0.0 for rank in range(len(steps))}
     for rank, place in TopologicalSorter(before).static_order():

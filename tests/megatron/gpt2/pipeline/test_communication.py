@@ -1,5 +1,5 @@
 """The bytes that a rank sends in a step of GPT-2 345M on 512 ranks equal the formulas in
-docs/explanation/parallelism.md. `trace_step` runs one rank after the other.
+docs/explanation/parallelism.md. `trace_step` computes one rank at a time, without communication.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ STAGES = {"first": 0, "middle": 1, "last": P - 1}
 
 
 class BytesRow(NamedTuple):
-    """A row of the page's tables: the bytes without and with the flag."""
+    """A row of the page's tables: formulas for the bytes without and with --sequence-parallel or a sharded
+    optimizer."""
 
     group: str
     rank: str
@@ -83,7 +84,7 @@ def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float
 
 
 def rows_of_page() -> list[BytesRow]:
-    """Return the rows of both tables of the page."""
+    """Return the rows of both tables of docs/explanation/parallelism.md."""
     section = PAGE.read_text(encoding="utf-8").partition("\n## Bytes sent in a step\n")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if "| `" in line]
     return [
