@@ -83,7 +83,7 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
 
 @pytest.fixture(scope="session")
 def python(shared_folder: Path) -> Iterator[WarmPython]:
-    """Return a `python` that forks a warm process instead of starting an interpreter."""
+    """Return a `WarmPython`: its command `python` forks a process that has torch loaded."""
     server = WarmPython(shared_folder / "python")
     yield server
     server.close()
@@ -106,8 +106,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test process a share of the longest tests, so that none is idle at the end. xdist hands out tests in
-    equal contiguous parts. The first process begins with its long tests and makes their fixture `reader`, before the
+    """Give each test process a share of the longest tests, so that no process is idle at the end. xdist hands out tests
+    in equal contiguous parts. The first process begins with its long tests and makes their fixture `reader`, before the
     other processes need the fixture."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     long = [item for item in items if item.name.startswith("test_commands_run_in_the_order_of_each_page")]

@@ -1,5 +1,5 @@
-"""Each benchmark runs with small sizes, and its gates can fail. The model of step times keeps its accuracy on measured
-rows and published tables. Tests run benchmarks as commands."""
+"""Run each benchmark as a command with small sizes. A model with different outputs is not timed. The modelled step
+times stay close to measured rows and published tables."""
 
 from __future__ import annotations
 
@@ -100,13 +100,10 @@ def run(folder: Path, command: str, timeout: float = 300) -> tuple[int, str, dic
 
 def training_agrees(result: dict[str, Any]) -> None:
     assert max(result["gate"]["huggingface"].values()) < 1e-5
-    for name, orders in (("ours eager", [0, 3]), ("HF eager", [1, 2])):  # The arms run in the order A B B A.
+    for name, orders in (("ours eager", [0, 3]), ("HF eager", [1, 2])):  # The order of the runs is ours, HF, HF, ours.
         entry = result["arms"][name]
         assert [visit["order"] for visit in entry["visits"]] == orders and entry["gate"].startswith("agrees")
-        assert entry["summary"]["step_s"]["n"] == 4 and len(entry["visits"][0]["step_s"]) == 2
-        assert entry["visits"][0]["last_loss"] < entry["visits"][0]["loss"], "it did not learn"
-    ours, peer = (result["arms"][name]["summary"]["first_loss"] for name in ("ours eager", "HF eager"))
-    assert ours == pytest.approx(peer, rel=1e-3)
+        assert entry["visits"][0]["last_loss"] < entry["visits"][0]["loss"], "the model did not learn"
 
 
 def texts_are_equal(result: dict[str, Any]) -> None:
@@ -118,10 +115,8 @@ def first_minutes_are_complete(result: dict[str, Any]) -> None:
     cases = {name: stage["cases"] for name, stage in result["stages"].items()}
     assert list(cases) == "machine expandable modes tests steps kernels tables".split()
     assert len(cases["modes"]) == 4 and not any(mode["waits"] for mode in cases["modes"].values())
-    assert cases["modes"]["bf16"]["loss"] == pytest.approx(cases["modes"]["compiled"]["loss"], rel=1e-3)
     assert all(kernels["parts_ms"]["attention"] > 0 for kernels in cases["kernels"].values())
     assert cases["steps"]["345M"]["tokens_per_s"] > 0
-    assert cases["tests"]["pytest"]["counts"].keys() == {"SKIPPED"}, "there is no GPU"
 
 
 SMOKE: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -140,7 +135,7 @@ SMOKE: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SMOKE)
-def test_smoke(tmp_path: Path, command: str, test_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smoke(tmp_path: Path, command: str, test_data: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GPT2_VOCAB", str(test_data / "gpt2"))
     code, output, result = run(tmp_path, command)
     assert code == 0, output
@@ -150,34 +145,31 @@ def test_smoke(tmp_path: Path, command: str, test_data: Path, monkeypatch: pytes
 
 
 @pytest.mark.wide
-def test_a_different_peer_is_not_timed(tmp_path: Path) -> None:
+def test_a_different_peer_is_not_timed(tmp_path: Path):
     (tmp_path / "model.py").write_text(WRONG_MODEL)
     code, output, result = run(tmp_path, f"train.py --preset cpu --nanogpt {tmp_path} --arms 'nanoGPT eager'")
     assert code == 1 and "THE GATE FAILED" in output
-    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # Only the form of GELU (tanh) is wrong.
+    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # WRONG_MODEL has a different GELU.
     assert result["arms"]["nanoGPT eager"]["visits"] == [], "timed although the gate failed"
 
 
 @pytest.mark.slow
-def test_recorded_cases_are_not_measured_again(tmp_path: Path) -> None:
-    """A second run skips recorded cases. A file of other versions is renamed."""
-    part, first = "gpu_first_minutes.py --stages machine", tmp_path / "first_minutes.json"
-    before = run(tmp_path, part)[2]["stages"]["machine"]["cases"]
-    _, output, result = run(tmp_path, part)
+def test_recorded_cases_are_not_measured_again(tmp_path: Path):
+    command = "gpu_first_minutes.py --stages machine"
+    before = run(tmp_path, command)[2]["stages"]["machine"]["cases"]
+    _, output, result = run(tmp_path, command)
     assert "machine: already measured" in output and result["stages"]["machine"]["cases"] == before
-    first.write_text(json.dumps({**result, "versions": {}}))
-    assert "machine: versions:" in run(tmp_path, part)[1] and (tmp_path / "first_minutes.other.json").exists()
 
 
-def step_times(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, ROOT / "benchmarks" / "step_times.py", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+def step_times(*words: str | Path) -> Any:
+    line = [sys.executable, ROOT / "benchmarks" / "step_times.py", *words, "--json"]
+    return json.loads(subprocess.run(line, capture_output=True, timeout=120).stdout)
 
 
-def test_errors_on_measured_rows_stay_within_their_limits(test_data: Path) -> None:
+def test_errors_on_measured_rows_stay_within_their_limits(test_data: Path):
     """The limits are a little above the errors of the committed constants, so a change of the model is noticed."""
     for name, mean, median in (("a100_one_node", 0.012, 0.01), ("a100_many_nodes", 0.09, 0.07)):
-        found = json.loads(step_times(test_data / "step-times" / f"{name}.csv", "--json").stdout)
+        found = step_times(test_data / "step-times" / f"{name}.csv")
         assert found["rows"] > 70
         assert found["mean_absolute_relative_error"] < mean
         assert found["percentiles"]["50"] < median
@@ -188,18 +180,7 @@ def test_errors_on_measured_rows_stay_within_their_limits(test_data: Path) -> No
 def test_published_tables_are_met_with_the_same_constants_of_the_gpu() -> None:
     a100, selene = read_cluster("a100")[0], read_cluster("selene")[0]
     assert replace(selene, network=a100.network, network_send=a100.network_send) == a100
-    tables = json.loads(step_times("--published", "--json").stdout)
+    tables = step_times("--published")
     assert sum(map(len, tables.values())) == 26
     for title, rows in tables.items():
         assert max(abs(row["error"]) for row in rows) < (0.03 if "2020" in title else 0.06), title
-
-
-def test_bad_input_ends_in_one_line(tmp_path: Path) -> None:
-    columns = (
-        "global_batch,micro_batch,hidden_size,attention_heads,layers,sequence_length,tensor_parallel,data_parallel,"
-    )
-    rows = tmp_path / "rows.csv"
-    for ms, flags, message in (("soon", [], "rows.csv, line 2: ms_per"), ("1", ["--cluster", "x"], "--cluster x")):
-        rows.write_text(f"{columns}pipeline_parallel,ms_per_iteration\n16,2,1024,16,24,1024,2,2,2,{ms}\n")
-        done = step_times(rows, *flags)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr

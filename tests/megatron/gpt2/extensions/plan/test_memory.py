@@ -77,13 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ONE_RANK = (
-    "--precision fp32",
-    "--precision bf16",
     "--precision fp32 --recompute-granularity selective --micro-batch-size 8",
     "--precision bf16 --recompute-granularity full --micro-batch-size 8",
     "--precision bf16 --micro-batch-size 4 --make-vocab-size-divisible-by 20000",
     "--precision fp32 --global-batch-size 6 --hidden-dropout 0.1",
-    "--precision fp32 --attention-dropout 0.1",
     "--precision fp32 --optimizer muon",
     "--precision bf16 --attention-dropout 0.1 --micro-batch-size 4",
     "--precision bf16 --exact-layouts 4 --global-batch-size 4 --make-vocab-size-divisible-by 20000",
@@ -124,15 +121,9 @@ def estimates_and_peaks(rank: int, world_size: int, folder: str, runs: Sequence[
     ids=["one rank", "two ranks", "two stages", "more stages"],
 )
 def test_estimate_matches_torch_allocations(folder: Path, ranks: int, runs: Sequence[str]):
-    found = (
-        run_ranks(estimates_and_peaks, 2, str(folder), runs)
-        if ranks > 1
-        else [estimates_and_peaks(0, 1, str(folder), runs)]
-    )
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(run_ranks(estimates_and_peaks, ranks, str(folder), runs)):
         for flags, (computed, allocated) in zip(runs, of_rank, strict=True):
-            said = f"rank {rank} of {flags}: {computed / MB:.1f} / {allocated / MB:.1f} MB"
-            assert computed == pytest.approx(allocated, rel=0.01), said
+            assert computed == pytest.approx(allocated, rel=0.01), f"rank {rank} of {flags}"
 
 
 WIDE = "--hidden-size 2048 --num-attention-heads 16 --micro-batch-size 4 --num-layers"
@@ -162,7 +153,7 @@ def test_low_estimate_is_never_above_the_trace():
     flags = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 2"
     found = [
         candidate
-        for batch in (8, 32)  # With one micro-batch, a rank frees reduced gradients.
+        for batch in (8, 32)  # A batch of 8 gives one micro-batch, with which a rank frees reduced gradients.
         for candidate in [*layouts(gpu_inputs(f"{flags} --global-batch-size {batch}", ranks=4))][::23]
     ]
     assert len(found) > 10
@@ -179,33 +170,24 @@ def test_micro_batches_that_are_left_out_repeat():
         assert estimate_memory(many, stage).total == pytest.approx(estimate_memory(few, stage).total + more, rel=0.001)
 
 
-def test_ranks_share_the_memory_of_a_machine():
-    unshared, where = hook.available_memory(torch.device("cpu"))
-    assert hook.available_memory(torch.device("cpu"), 4) == (unshared // 4, f"{where}, shared by 4 ranks")
+def test_techniques_of_a_gpu_save_memory():
+    """`test_estimate_matches_torch_allocations` measures all other techniques on a CPU."""
 
-
-def test_each_technique_saves_memory():
     def total(flags: str = "") -> int:
         return estimate_memory(gpu_inputs(f"--model 345m {flags}", ranks=4)).total
 
     full = "--recompute-granularity full --model-parallel-size 2 --micro-batch-size 64"
     for less, more in (
-        ("--recompute-granularity full", "--recompute-granularity selective"),
-        ("--recompute-granularity selective", ""),
-        ("--use-distributed-optimizer", ""),
         ("--cpu-offload-optimizer", ""),
         ("--cpu-offloading-num-layers 12", ""),
-        ("--model-parallel-size 2 --sequence-parallel", "--model-parallel-size 2"),
-        ("--model-parallel-size 2", ""),
         ("", "--attention-backend unfused"),
         (f"{full} --checkpoint-in-cpu", f"{full} --partition-activations"),
-        (f"{full} --partition-activations", full),
     ):
         assert total(less) < total(more), (less, more)
     offloaded = estimate_memory(gpu_inputs(f"--model 345m {full} --checkpoint-in-cpu", ranks=2))
     saved = estimate_memory(gpu_inputs("--model 345m --async-save"))
     for memory, size in ((offloaded, 24 * 64 * 1024 * 1024 * 2), (saved, 14 * 354_871_296)):
-        assert 0 <= memory.on_host - size < MB  # The difference is the tokens of the batch.
+        assert 0 <= memory.on_host - size < MB  # The tokens of the batch are also in host memory.
 
 
 def test_a_plan_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch):
@@ -245,13 +227,12 @@ def test_out_of_memory_error_proposes_flags_that_fit(python: WarmPython, tmp_pat
             [*base, str(tmp_path / save), *flags], text=True, capture_output=True, cwd=ROOT, timeout=240
         )
 
-    trainer = start("first")
-    assert trainer.returncode == 2, trainer.stdout + trainer.stderr
-    (line,) = trainer.stderr.splitlines()
+    run = start("first")
+    assert run.returncode == 2, run.stdout + run.stderr
+    (line,) = run.stderr.splitlines()
     assert line.startswith("error: out of memory on rank 0: expected ") and "(ulimit -v)" in line
-    assert all(part in line for part in ("activations ", "optimizer ", "weights ", "fixed "))
     assert line.count(" slower)") == 3
-    assert "WARNING: about " in trainer.stdout
+    assert "WARNING: about " in run.stdout
     offers = re.findall(r"(--[^;(]+) \(([\d,]+) MB, \d+% slower\)", line)
     least = min(offers, key=lambda offer: int(offer[1].replace(",", "")))[0]
     assert start("second", *least.split()).returncode == 0, least
@@ -271,9 +252,7 @@ def test_published_memory_of_megatron_2019(
     flags = "--model 345m --recompute-granularity full --accounting megatron-2019 --model-parallel-size"
     found = plan_as_json(capsys, f"{flags} {p}")
     of_2019 = found["megatron_2019"]
-    assert found["parameters"]["matrices_12lh2"] == 301_989_888
     assert of_2019["matrices_at_20_bytes"] == 6_039_797_760
-    assert of_2019["from_step_to_step"] == sum(found["memory"][part] for part in ("weights", "gradients", "optimizer"))
     assert of_2019["from_step_to_step"] == 20 * parameters
     assert of_2019["from_step_to_step"] / MB == pytest.approx(steady, rel=0.02)
     assert found["memory"]["total"] / MB == pytest.approx(peak, rel=0.02)
@@ -283,38 +262,29 @@ def test_published_memory_of_megatron_2019(
 def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     flags = "--model 345m --device cuda --ranks 2 --memory-gb 8"
     found = plan_as_json(capsys, flags)
-    fits = found["fits"]
-    assert not fits["as_asked"] and len(fits["cheapest"]) == 3
+    cheapest = found["fits"]["cheapest"]
+    assert not found["fits"]["as_asked"] and len(cheapest) == 3
     assert main(flags.split()) == 0
-    assert any(line.endswith(fits["cheapest"][0]["flags"]) for line in capsys.readouterr().out.splitlines())
+    assert f"{cheapest[0]['flags']}\n" in capsys.readouterr().out
     # The first layout that the plan proposes fits into --memory-gb.
-    again = plan_as_json(capsys, f"{flags} {fits['cheapest'][0]['flags']}")
-    assert again["fits"]["as_asked"] and again["memory"]["total"] == fits["cheapest"][0]["bytes"]
-    # GPT-2 1.5B has 25 heads, which 8 ranks cannot share, and a whole model does not fit, so only pipelines remain.
-    few = "--micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --memory-gb 9"
-    best, *others = plan_as_json(capsys, f"--model 1.5b --device cuda --ranks 8 {few}")["fits"]["cheapest"]
-    assert "--pipeline-model-parallel-size" in best["flags"]
-    assert all("--pipeline-model-parallel-size" in o["flags"] or "offload" in o["flags"] for o in others)
+    again = plan_as_json(capsys, f"{flags} {cheapest[0]['flags']}")
+    assert again["fits"]["as_asked"] and again["memory"]["total"] == cheapest[0]["bytes"]
 
 
 def test_plan_has_numbers_of_each_stage(capsys: pytest.CaptureFixture[str]):
     flags = "--model 345m --device cuda --pipeline-model-parallel-size 4 --micro-batch-size 4 --global-batch-size 32"
     found = plan_as_json(capsys, flags)
-    pipeline, memory = found["pipeline"], found["memory"]
-    assert found["ranks"] == 4 and found["data_parallel"] == 1
+    pipeline = found["pipeline"]
     # With equal stages, the bubble of 1F1B is (p - 1) / (m + p - 1).
     assert (pipeline["schedule"], pipeline["micro_batches"], pipeline["bubble"]) == ("1f1b", 8, 0.2727)
     assert [stage["layers"] for stage in pipeline["stages"]] == [[[0, 5]], [[6, 11]], [[12, 17]], [[18, 23]]]
-    largest = max(pipeline["stages"], key=lambda stage: stage["total"])
-    assert (memory["total"], memory["moment"]) == (largest["total"], largest["moment"])
+    assert found["memory"]["total"] == max(stage["total"] for stage in pipeline["stages"])
 
 
 @pytest.mark.parametrize(
     "flags, says",
     {
-        "--num-layers 0": "--num-layers",
         "--memory-gb 0": "--memory-gb",
-        "--ranks x": "--ranks",
         "--ranks 3 --model-parallel-size 2": "--tensor-model-parallel-size 2",
         "--no-such-flag": "--no-such-flag",
         "--accounting megatron-2019 --memory-gb 8": "--accounting",

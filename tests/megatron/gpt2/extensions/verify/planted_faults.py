@@ -27,7 +27,7 @@ TENSOR_PARALLEL = "--model-parallel-size 2 --micro-batch-size 4"
 SEQUENCE_PARALLEL = TENSOR_PARALLEL + " --sequence-parallel"
 SHARDED = "--micro-batch-size 2 --use-distributed-optimizer --ddp-bucket-size 4000"
 STAGES = "--micro-batch-size 2 --pipeline-model-parallel-size 2"
-ACCUMULATED = "--micro-batch-size 1"  # With two ranks and a global batch of 4, these are two micro-batches.
+ACCUMULATED = "--micro-batch-size 1"  # With two ranks and a global batch of 4, a step has two micro-batches.
 
 
 class PlantedFault(NamedTuple):
@@ -73,7 +73,8 @@ def local_index(trainer: Trainer, patch: Patch) -> None:
 def patch_attention(
     trainer: Trainer, patch: Patch, number: int, change: Callable[[Tensor], Tensor], *, first_head: int = -1
 ) -> None:
-    """Let attention of a layer use change(qkv), [s, b, n, 3, d], and dropout masks of heads from `first_head` on."""
+    """Let the attention of layer `number` read change(qkv), [s, b, n, 3, d], and use the dropout masks of the heads
+    from `first_head` on."""
     original, chosen = kernels.seeded_attention, get_layer(trainer, number).attention
     forward = chosen.forward
 
@@ -108,7 +109,7 @@ def missing_scale(trainer: Trainer, patch: Patch) -> None:
 
 
 def norm_counted_twice(trainer: Trainer, patch: Patch) -> None:
-    """Let each model-parallel rank count the replicated gradients."""
+    """Let each model-parallel rank add the replicated gradients to the norm."""
     optimizer, original = trainer.state.optimizer, mpu.all_reduced_squared_norm
     patch.setattr(
         optimizer,
