@@ -7,8 +7,8 @@
 Our program and DCP save and load the same tensors of one rank: weights in bf16, masters and both moments in fp32, 14
 bytes per parameter. A save writes to a new folder, after the earlier folder was deleted and synced, and ends when its
 bytes are on the disk (both programs call fsync). A load fills existing tensors, with the files in the page cache. CPU
-seconds are summed over all threads of the process. Arms alternate in mirrored order (A B B A), after one untimed save
-of each.
+seconds are summed over all threads of the process. The two programs alternate in mirrored order (A B B A), after one
+untimed save by each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 import torch
 import torch.distributed.checkpoint
@@ -130,7 +130,8 @@ def timed(work: Callable[[], object]) -> dict[str, float]:
 def time_blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """Time --async-save: how long a save blocks training, and when it is committed."""
     saver = Saver(folder=scratch / "async", start_id="a", asynchronous=True, keep_last=1, log=lambda line: None)
-    saver.allocate_host_buffer(checkpoint_files(state, smoke))  # A run does this before its first step.
+    # A training run allocates the buffer before its first step.
+    saver.allocate_host_buffer(checkpoint_files(state, smoke))
     visits = []
     for iteration in range(1, count + 1):
         os.sync()
@@ -145,7 +146,7 @@ def time_blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[d
 
 
 def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
-    """Run every arm and return its times."""
+    """Time saves and loads of both programs. Return the times by program."""
     state, target = make_state(smoke, 0), make_state(smoke, 1)
 
     def save(name: str) -> dict[str, float]:
@@ -170,7 +171,7 @@ def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
 
 
 def summarise(result: dict[str, Any]) -> None:
-    """Add the seconds per gigabyte of each arm, and their ratios, to the result."""
+    """Add the seconds per gigabyte of both programs, and their ratios, to the result."""
     size = result["gigabytes"]
     result["summary"] = figures = {
         name: {f"{key}_per_gb": harness.spread([visit[key] / size for visit in visits]) for key in ("wall_s", "cpu_s")}

@@ -6,8 +6,8 @@
     python benchmarks/data.py --smoke --output DIR     # a quick check with tiny sizes
 
 Section `preprocess` times tools/preprocess_data.py from the input file to the finished pair, including hashes, fsync
-and merge. Every round runs each arm once, in a separate process that is bound to one core (two for the arm `two`). The
-files are in memory if possible, so that the disk is not measured:
+and merge. In every round, each of the following programs (arms) runs once, in a separate process that is bound to one
+core (`two`: two cores). The files are in memory if possible, so that the disk is not measured:
 
     ours           one worker, without its start
     one, two       the corpus five times, with one worker and with two, including their start
@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 import numpy as np
 import torch
@@ -206,7 +206,7 @@ def nanogpt_batches(prefix: Path) -> float:
     def work() -> None:
         data = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
         places = torch.randint(len(data) - SEQUENCE, (BATCH,))
-        for first in (0, 1):  # The loop reads inputs and labels.
+        for first in (0, 1):  # `first` is 0 for inputs and 1 for labels.
             parts = (data[i + first : i + first + SEQUENCE].astype(np.int64) for i in places)
             torch.stack([torch.from_numpy(part) for part in parts])
 
@@ -214,7 +214,7 @@ def nanogpt_batches(prefix: Path) -> float:
 
 
 def our_batches(samples: SampleDataset, order: Order) -> float:
-    """Time our loader, including the order of samples."""
+    """Return the microseconds per sample of our loader, including the order of samples."""
     given: Any = {"micro_batch_size": BATCH, "data_parallel_rank": 0, "data_parallel_size": 1, "prefetch": 0}
     finish = lambda tokens, _: torch.from_numpy(tokens)  # noqa: E731
     loader = BatchLoader(samples, order, schedule=BatchSchedule.constant(BATCH), collate_fn=finish, **given)

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 import torch
 
@@ -69,7 +69,8 @@ def generate_transformers(model: Any, prompts: torch.Tensor, new: int) -> list[l
 
 
 def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rounds: int) -> dict[str, Any]:
-    """Time both sides, alternating, and return their tokens per second, from the medians."""
+    """Time this project and transformers in turn. Return tokens per second, from median times, and the number of equal
+    texts."""
     prompts = torch.randint(ours.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     tokens: dict[str, list[list[int]]] = {}
 
@@ -81,7 +82,7 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
         return time.perf_counter() - began
 
     sides = {side: partial(timed, side) for side in ("ours", "transformers")}
-    harness.alternate(sides, 2)  # to warm up the caches
+    harness.alternate(sides, 2)  # These untimed calls warm up the caches.
     seconds = harness.alternate(sides, 2 * rounds)
     assert all(len(ids) == new for ids in tokens["ours"] + tokens["transformers"])
     speed = {side: batch * new / statistics.median(times) for side, times in seconds.items()}
@@ -96,7 +97,7 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
 
 
 def time_by_position(model: GPT2Model, early: int, late: int, rounds: int) -> dict[str, Any]:
-    """Time 16 steps of one text around the positions `early` and `late` in milliseconds, alternating."""
+    """Return the median milliseconds of a generated token near the positions `early` and `late` of the context."""
 
     def median(place: int) -> float:
         prompts = torch.randint(model.vocab_size, (1, place - 8))

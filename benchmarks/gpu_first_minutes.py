@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 import torch
 
@@ -56,8 +56,8 @@ class CudaContextError(Exception):
 class CaseRecorder:
     """Measures and records the cases of one stage.
 
-    path: the JSON file. call: an id of this start of the program. Recorded cases are skipped, except cases that failed
-    in an earlier start.
+    path: the JSON file. call: an id of the current start of the program. Recorded cases are skipped, except cases that
+        failed in an earlier start.
     """
 
     def __init__(self, path: Path, stage: str, call: str) -> None:
@@ -119,7 +119,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure recorded cases again")
     expected = "compute the losses of `modes` on the CPU in fp32, with which a GPU's are compared"
     parser.add_argument("--expected-losses", action="store_true", help=expected)
-    # The program sets these flags itself when it starts the process of a stage.
+    # Only the program itself gives these flags, when it starts the process of a stage.
     for internal in ("--inside", "--scratch", "--call"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     args = harness.parse_args(parser, argv)
@@ -130,8 +130,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def begin(path: Path, stages: list[str], *, smoke: bool, again: bool) -> None:
-    """Write the JSON file for the stages. Results of an earlier file are kept if GPU and versions are the same, except
-    those of stages to measure again."""
+    """Write the JSON file for the stages. Keep the results of an earlier file if GPU and versions are the same, except
+    the results of stages to measure again."""
     head: dict[str, Any] = {**harness.header("first minutes"), "smoke": smoke}
     known = harness.load_earlier(path, head, "smoke") or {"stages": {}}
     kept = {name: found for name, found in known["stages"].items() if not again or name not in stages}

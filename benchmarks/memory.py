@@ -9,7 +9,8 @@ Each run is a few steps of the training program in new processes. benchmarks/mem
 the peak of resident memory, without the pages of files. The allocator has two modes. With `returned`, each freed block
 is returned to the system (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs. With `kept`, the program's
 default, the heap of glibc keeps freed blocks, and the peak includes fragmentation. `kept` is measured on one rank only,
-and stages only with `returned`. The load of the machine does not matter. The JSON file is written after every run.
+and stages only with `returned`. Other processes on the machine do not change the results. The JSON file is written
+after every run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 from benchmarks import harness
 
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = "stage_memory" if args.stages else "memory"
     result: dict[str, Any] = {**harness.header(what), "smoke": args.smoke, "runs": []}
     if args.stages:
-        os.environ.update(ALLOCATORS["returned"])  # The ranks read this variable when they start.
+        os.environ.update(ALLOCATORS["returned"])  # The ranks read MALLOC_MMAP_THRESHOLD_ when they start.
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -28,8 +28,8 @@ from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 
-# An operator belongs to the first part with a string that is in its name or in that of a caller. Matrix products are
-# counted separately.
+# An operator belongs to the first part of which a string is in the name of the operator or of one of its callers.
+# Matrix products are counted separately.
 PARTS = {
     "optimizer: norm, AdamW, rounding": ("our optimizer",),
     "head and loss": ("LinearCrossEntropy",),
@@ -57,7 +57,7 @@ def profile_train_step(trainer: Trainer, device: torch.device) -> tuple[dict[str
         with record_function("our optimizer"):
             step()
 
-    def ms(event: Any) -> float:  # On a GPU, this is the time of the kernels that the operator started.
+    def ms(event: Any) -> float:  # On a GPU, the result is the time of the kernels that the operator started.
         return (event.self_device_time_total if kind == "CUDA" else event.self_cpu_time_total) / 1000
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "CUDA")

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, read_cluster
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 from benchmarks import harness
 from benchmarks.harness import ROOT
@@ -91,7 +91,7 @@ def select_arms(args: argparse.Namespace) -> list[Arm]:
     arms = [arm for arm in ARMS if not (gpu and arm.shipped)]
     if gpu and args.part == 5:
         arms = OURS_ONLY_ARMS
-        if args.smoke:  # A smoke run applies only the changes of dropout.
+        if args.smoke:  # A smoke run changes only the dropout of a workload, not its size.
             kept = [{name: value for name, value in arm.changes.items() if name == "dropout"} for arm in arms]
             arms = [dataclasses.replace(arm, changes=changes) for arm, changes in zip(arms, kept, strict=True)]
     elif gpu and args.part in (3, 4):
@@ -127,7 +127,7 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
     (scratch / "spec.json").write_text(json.dumps(spec))
     result, log = scratch / "result.json", scratch / "arm.log"
     result.unlink(missing_ok=True)
-    # All visits share compiled code, but not with earlier benchmarks.
+    # All visits of a benchmark share compiled code. The code of earlier benchmarks is not used.
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, ROOT / "benchmarks" / "train_worker.py", scratch / "spec.json", result]
     code = harness.run_limited(command, log, timeout, environment=environment)
@@ -143,11 +143,11 @@ def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
     """Measure all programs (arms) of a preset. Return the exit code."""
     began, gpu = time.monotonic(), args.preset == "gpu" and not args.smoke
     workload, arms = make_workload(args, scratch), select_arms(args)
-    # The first step compiles. Then follow the untimed steps.
+    # The number of untimed steps after the first step, which compiles, and the number of timed steps.
     warmup, steps = (1, 2) if args.smoke else (10, 30) if gpu else (1, 5)
     # torch.compile of a large peer takes minutes; parts 3 and 4 have only two arms.
-    timeout = 900 if not gpu else 260 if args.part in (3, 4) else 150  # time limit of a visit in seconds
-    budget = 500 if gpu else float("inf")  # seconds for all visits; later visits are skipped
+    timeout = 900 if not gpu else 260 if args.part in (3, 4) else 150  # the time limit of one visit in seconds
+    budget = 500 if gpu else float("inf")  # seconds for all visits together; the remaining visits are skipped
     what = "cpu" if args.preset == "cpu" else f"gpu_part{args.part}"
     path = args.output / f"train_{what}.json"
     workload.write_tokens((1 + warmup + steps) * workload.micro_batch_size * workload.accumulation)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project need not be installed.
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
-    # The stop signal uses gloo, which needs the other ranks.
+    # StopSignal uses gloo, which would wait for the other ranks.
     with (
         mock.patch("megatron.gpt2.train.train_state.GPT2Model", build_random_model),
         mock.patch("megatron.gpt2.train.trainer.StopSignal"),
@@ -208,7 +208,7 @@ def build_random_model(config: ModelConfig, block_config: TransformerBlockConfig
     model.to_empty(device=block_config.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            vars(parameter).update(marks[name])  # The attributes say which parameters are split.
+            vars(parameter).update(marks[name])  # For example, `model_parallel` marks parameters that are split.
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
             else:
@@ -217,7 +217,7 @@ def build_random_model(config: ModelConfig, block_config: TransformerBlockConfig
 
 
 def build_peer_step(workload: Workload, arm: Arm, nanogpt: str) -> TimedStep:
-    """Build the training step of a peer: fp32 weights, autocast and fused AdamW (both unless shipped)."""
+    """Build the training step of a peer: fp32 weights, and autocast and fused AdamW unless `arm.shipped`."""
     device, b, steps = torch.device(workload.device), workload.micro_batch_size, 0
     loader = build_loader(workload)
     mpu.initialize_model_parallel(1)

@@ -54,7 +54,7 @@ def start(*words: str, seconds: float = 600) -> None:
 
         def end() -> None:
             ended.set()
-            for number in (signal.SIGINT, signal.SIGKILL):  # to its ranks, too: first Ctrl-C, then a kill
+            for number in (signal.SIGINT, signal.SIGKILL):  # Ctrl-C, and a kill if that fails, reach the ranks, too.
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(3)

@@ -13,7 +13,7 @@ class F(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        return x.view_as(x)  # autograd needs a new tensor
+        return x.view_as(x)  # autograd requires that `forward` returns a new tensor
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
@@ -40,8 +40,8 @@ class G(torch.autograd.Function):
 def main(rank: int, world_size: int) -> None:
     h, width = 6, 8
     x, up, down = torch.randn(3, h), torch.randn(width, h), torch.randn(h, width)
-    # `up` is stored [out, in], like the weight of nn.Linear: A of the page is up.T, and the columns of A are the rows
-    # of `up`.
+    # `up` is stored [out, in], like the weight of nn.Linear. The matrix A of the tutorial is up.T, and the columns of A
+    # are the rows of `up`.
     whole = x.clone().requires_grad_()
     expected = gelu(whole @ up.T) @ down.T
     expected.sum().backward()

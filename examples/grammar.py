@@ -2,9 +2,9 @@
 
     python examples/grammar.py grammar.txt --sentences 60000
 
-The text has sentences of a weighted grammar, such as "the dog that all cats see sings." A sentence is drawn by
-choosing a rule for each symbol. Each sentence has only one derivation, so the entropy of a sentence is that of its
-choices: the expected number of times that a symbol occurs, times the entropy of its rules, summed over all symbols.
+The text has sentences of a weighted grammar, such as "the dog that all cats see sings." A sentence is drawn by choosing
+a rule for each symbol, and each sentence determines its rules. The entropy of a sentence is therefore the sum over all
+symbols of the expected number of times that the symbol occurs, times the entropy of its rules.
 """
 
 import argparse
@@ -30,7 +30,7 @@ END = ".\n"
 
 
 def draw(symbol: str, choose: random.Random) -> str:
-    """Return a text that `symbol` derives."""
+    """Return a random text that the grammar makes from `symbol`."""
     weights, rules = zip(*GRAMMAR[symbol], strict=True)
     (rule,) = choose.choices(rules, weights)
     return "".join(draw(word, choose) if word in GRAMMAR else f"{word} " for word in rule.split())
@@ -39,7 +39,8 @@ def draw(symbol: str, choose: random.Random) -> str:
 def entropy_per_byte() -> float:
     """Return the entropy of the text, in bits per byte: the bits of a sentence over its expected length."""
     symbols = list(GRAMMAR)
-    uses = np.zeros((len(symbols), len(symbols)))  # expected symbols of a rule
+    # uses[i, j]: how often symbol j occurs in a rule of symbol i, on average
+    uses = np.zeros((len(symbols), len(symbols)))
     bits, size = np.zeros(len(symbols)), np.zeros(len(symbols))
     for row, rules in enumerate(GRAMMAR.values()):
         total = sum(weight for weight, _ in rules)
@@ -52,7 +53,7 @@ def entropy_per_byte() -> float:
                 else:
                     size[row] += p * len(f"{word} ")
     per_sentence, length = np.linalg.solve(np.eye(len(symbols)) - uses, np.stack([bits, size], axis=1))[0]
-    return float(per_sentence / (length + len(END) - 1))  # END replaces the last space
+    return float(per_sentence / (length + len(END) - 1))  # In the file, END replaces the last space of a sentence.
 
 
 def main() -> None:

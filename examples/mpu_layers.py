@@ -1,4 +1,4 @@
-"""The same MLP with `mpu`: its layers contain f and g, and a transformer layer is built from them."""
+"""The MLP of f_and_g.py with the layers of `mpu`, which contain f and g, and a transformer layer of `mpu`."""
 
 import math
 

@@ -17,12 +17,12 @@ def run(function: Callable[[int, int], None], world_size: int = 2) -> None:
     """Call function(rank, world_size) in `world_size` processes, connected by gloo."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]  # a free port
-    method = "fork" if sys.platform == "linux" else "spawn"  # a fork has already imported torch
+    method = "fork" if sys.platform == "linux" else "spawn"  # A forked process has already imported torch.
     start_processes(_start, (function, world_size, port), nprocs=world_size, daemon=True, start_method=method)
 
 
 def _start(rank: int, function: Callable[[int, int], None], world_size: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # rank 0 listens here
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # the address at which rank 0 listens
     torch.set_num_threads(1)  # the ranks share this machine
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(0)  # the same numbers on every rank
@@ -31,7 +31,7 @@ def _start(rank: int, function: Callable[[int, int], None], world_size: int, por
 
 
 def say(text: str) -> None:
-    """Print one line for each rank, in rank order. Every rank must call it."""
+    """Print one line for each rank, in rank order. All ranks must call `say`."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     if dist.get_rank() == 0:

@@ -160,7 +160,7 @@ def allocation(cfg: StageConfig) -> dict[str, Any]:
     return {"settings": os.environ.get("PYTORCH_ALLOC_CONF", ""), "first_ms": first, "second_ms": second}
 
 
-# --- expandable: the same allocation with expandable segments, which some drivers do not have -------------------------
+# --- expandable: the allocation of stage `machine` with expandable segments, which some drivers do not have -----------
 
 
 def expandable(cfg: StageConfig, cases: CaseRecorder) -> None:
@@ -171,7 +171,7 @@ def expandable(cfg: StageConfig, cases: CaseRecorder) -> None:
 # and gradient norm must be those of a CPU. A step writes no log lines, so the host may not wait for the device --------
 
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-# Only dropout of hidden states has the same masks on a CPU.
+# Only dropout of hidden states has the same masks on a CPU and on a GPU.
 MODES = {"bf16": "", "compiled": "--compile", "dropout": "--hidden-dropout 0.1", "documents": DOCUMENTS}
 EXPECTED = harness.RESULTS / "first_minutes_expected.json"
 # On a CPU, bf16 differs from fp32 by at most these relative differences: 2⁻¹⁴ and 2⁻¹².
@@ -291,7 +291,8 @@ def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
 # --- steps: whole training steps of the three models, compiled, 4 micro-batches of 32: tokens per second, MFU by both
 # counts of FLOPs, and measured and expected peak memory -------------------------------------------------------------
 
-# Weights that are drawn on the device save up to a minute. The group of one rank sends nothing.
+# An arm of kind "rank" draws its weights on the device, which saves up to a minute, and its process group sends
+# nothing.
 RANDOM_WEIGHTS = replace(COMPILED, kind="rank")
 
 
@@ -321,7 +322,7 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     speed = visit["tokens_per_step"] / seconds["median"]
     gpu = harness.header("")["machine"]["gpu"]
     teraflops = datasheet_tflops(gpu) if gpu else None
-    peak = 1e12 * teraflops if teraflops else None  # If it is None, MFU is unknown.
+    peak = 1e12 * teraflops if teraflops else None  # MFU needs the datasheet's peak.
     expected, measured = visit["expected_peak_bytes"], visit["memory_bytes"].get("peak_allocated")
     found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"]}
     found |= {**utilisation(speed, visit, peak), "mfu_of_flops_per_s": peak, "expected_peak_gb": expected / 1e9}

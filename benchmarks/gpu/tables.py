@@ -34,7 +34,7 @@ BACKENDS = {
 
 
 def tables(cfg: StageConfig, cases: CaseRecorder) -> None:
-    """Run the cases of the stage `tables`. Each arm is a case."""
+    """Run the cases of the stage `tables`. Each line of a table is a case."""
     mpu.initialize_model_parallel(1)
     for name in cfg.names:
         cross_entropy(cfg, cases, name)
