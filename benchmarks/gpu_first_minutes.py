@@ -37,6 +37,7 @@ from benchmarks import harness
 BROKEN = 3  # exit code after an error that made the CUDA context unusable
 
 
+# the time limit of each stage in seconds
 STAGES = {
     "machine": 45,
     "expandable": 15,
@@ -45,7 +46,7 @@ STAGES = {
     "steps": 200,
     "kernels": 90,
     "tables": 60,
-}  # seconds
+}
 ENVIRONMENT = {"expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 
 

@@ -48,9 +48,9 @@ class EvalTasks(Hook):
             )
 
     def on_evaluate(self, trainer: Trainer) -> None:
-        """Score the files and log a line for each."""
+        """Score the file of each task, and log a line with its accuracy."""
         model, iteration = trainer.state.model, trainer.progress.iteration
-        # Wait for the weights explicitly: otherwise only a hook of the model's `forward` waits.
+        # `evaluate_task` does not call the model's `forward`, whose hook waits until all weights are gathered.
         trainer.state.param_gather.finish_param_sync()
         for name, task in self._tasks.items():
             metrics = evaluate_task(

@@ -45,9 +45,8 @@ from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.extensions.plan.cluster import FLOPS_PER_MULTIPLICATION, Cluster, Measured, collective_key
 from megatron.gpt2.extensions.plan.simulate import BACKWARD_PRODUCTS, CAUSAL, FORWARD_PRODUCTS
 
-PRODUCTS = tuple(
-    itertools.product((256, 1024), (512, 2048), (256, 1024))
-)  # rows, columns and inner elements of a product
+# rows, columns and inner elements of a matrix product
+PRODUCTS = tuple(itertools.product((256, 1024), (512, 2048), (256, 1024)))
 ELEMENTS = (1 << 8, 1 << 16, 1 << 19, 1 << 21)
 ATTENTION = (4, 8, 256, 64)  # batch size, heads, sequence length, head size
 BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
@@ -136,8 +135,8 @@ def measure_kernels(device: torch.device, dtype: torch.dtype, seconds: float) ->
 
 
 def measure_collectives(device: torch.device, seconds: float) -> Times:
-    """Time the collectives of the world and of its halves, and messages between the halves. A key has the name, the
-    number of ranks and of hosts, and the bytes."""
+    """Time the collectives of the world and of its halves, and messages between the halves. A key of the result is
+    (name, number of ranks, number of hosts, bytes)."""
     hosts, groups, times = gather_objects(os.uname().nodename), make_groups(), Times()
     for operation, name in COLLECTIVES.items():
         for group in groups.values() if name != "send" else [groups[""]]:
@@ -163,7 +162,7 @@ def fit_cluster(kernels: Times, collectives: Times, itemsize: int, nodes: int, r
     """Fit the constants of a cluster.
 
     itemsize: bytes of an element of the kernels.
-    known: further constants.
+    known: constants that are not fitted.
     """
     m, n, k = np.array(PRODUCTS, dtype=float).T
     work = FLOPS_PER_MULTIPLICATION * m * n * k

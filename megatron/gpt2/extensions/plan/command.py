@@ -59,7 +59,7 @@ from mpu.partition import padded_vocab_size
 
 GPT2_VOCABULARY = 50257
 MB, GB = 2**20, 2**30
-BYTES_PER_PARAMETER = 20  # Megatron's training state of 2019 had this size.
+BYTES_PER_PARAMETER = 20  # the training state of Megatron-LM in 2019
 SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 FAILURES = 0.0038  # failures of a node per day: 419 in 54 days of 2,048 nodes of H100 (arXiv:2407.21783, section 3.3.4)
 RESTART = 600  # seconds from a failure to the first new step
@@ -136,7 +136,7 @@ def vocabulary_size(arguments: Arguments) -> int:
 
 
 def planned_inputs(config: Config, ranks: int) -> MemoryInputs:
-    """Return the planner's inputs for the device that the flags name, which the machine need not have."""
+    """Return the planner's inputs for the device that the flags name. This machine may lack the device."""
     train, has_gpu = config.train, torch.cuda.is_available()
     device = train.device if train.device != "auto" else "cuda" if has_gpu else "cpu"
     dtype = torch.bfloat16
@@ -154,15 +154,17 @@ def layer_matrices(config: Config) -> int:
 
 def layer_activations(*, s: int, b: int, h: int, n: int, p: int = 1) -> int:
     """Return the bytes of a layer's activations in 16 bits with stored attention scores: 34·s·b·h + 5·b·s²·n
-    (arXiv:2205.05198, equations 1 and 2). 24·s·b·h and the scores are split over p ranks."""
+    (arXiv:2205.05198, equations 1 and 2). Tensor parallelism splits 24·s·b·h and the scores over p ranks."""
     return 10 * s * b * h + (24 * s * b * h + 5 * b * s * s * n) // p
 
 
 def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
-    """Return the peak memory of a rank with Megatron-LM's first release (2019) on a GPU in fp16, and some sums.
+    """Return the peak memory of a rank with Megatron-LM's first release (2019) on a GPU in fp16, and three sums to
+    print.
 
-    NVIDIA published these figures. --recompute-granularity full is its --checkpoint-activations. CUDA's context is left
-    out, because the figures are those of torch's allocator. `config` must have the vocabulary size.
+    NVIDIA published the peak memory with --checkpoint-activations, which is --recompute-granularity full here. CUDA's
+    context is left out, because NVIDIA's figures are those of torch's allocator. `config` must have the vocabulary
+    size.
 
     Megatron of 2019 stored 20 bytes per parameter between steps: weights and gradients in fp16 (2 + 2), and in float32
     masters, their gradients and two moments (16). Attention stored its scores. The peak is in the loss, with three
@@ -183,8 +185,8 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
         "weights": 2 * parameters,
         "gradients": 2 * parameters,
         "optimizer": (BYTES_PER_PARAMETER - 4) * parameters,
-        # In addition: the outputs of the last layer and of the final norm, and the dropout mask of the embeddings
-        # (1 byte per element).
+        # The outputs of the last layer and of the final norm are saved, too, and the dropout mask of the embeddings (1
+        # byte per element).
         "activations": (inputs if train.recompute_granularity == "full" else whole) + 2 * hidden + hidden // 2,
         "logits and loss": 3 * 4 * s * b * padded_vocab_size(model.vocab_size, divisor, tp) // tp,
     }

@@ -42,8 +42,8 @@ def describe_failure(error: Exception) -> str:
 
 
 class MemoryPlan(Hook):
-    """Prints the estimated memory of a run, and compares it with the available memory. The trace of a step takes rank 0
-    0.1 to 0.4 s at the start. An error of the estimate does not end the run, which does not need the estimate."""
+    """Prints the estimated memory of a run, and compares it with the available memory. At the start, rank 0 traces a
+    step in 0.1 to 0.4 s. An error of the estimate does not end the run, which does not need the estimate."""
 
     def __init__(self, config: Config) -> None:
         """Ignore `config`, in which the size of the vocabulary is not known yet. `expected_memory` reads
@@ -60,8 +60,8 @@ class MemoryPlan(Hook):
             return ExpectedMemory([], [f"{describe_failure(error)}; the run does not need it"], None)
 
     def explain_out_of_memory(self, context: RunContext) -> str | None:
-        """Return the error: the estimate, the available memory, and the cheapest changes. If the estimate did fit, the
-        changes need clearly less than the estimate."""
+        """Return the error: the estimate, the available memory, and the cheapest changes. If the estimate was below the
+        available memory, the proposed changes need clearly less memory than the estimate."""
         with contextlib.suppress(Exception):
             inputs, rank = memory_inputs(context), context.rank_info.rank
             memory = estimate_memory(inputs, inputs.stage_of(rank))

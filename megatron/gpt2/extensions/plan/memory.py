@@ -26,7 +26,7 @@ MAX_TRACED_LAYERS = 16
 FEW_LAYERS = (2, 4, 6)
 # Memory is a linear function of the number of layers if the deviation is less than LINEAR_WITHIN bytes.
 LINEAR_WITHIN = 1 << 20
-# Of a line's allocations in a phase, the first EDGE_COUNT and the last EDGE_COUNT are extrapolated.
+# The first and the last EDGE_COUNT allocations of a line in a phase are extrapolated.
 EDGE_COUNT = 4
 PARTS = (
     "weights",
@@ -62,7 +62,7 @@ BATCH_BYTES_PER_TOKEN = 40
 LIBRARY_BYTES, COMPILER_BYTES = 24 << 20, 45 << 20
 # CUDA's context and the kernels of torch, NCCL and cuBLAS take 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
-# glibc's heap is fragmented: it needs more memory, by these shares of the parts. The shares are fitted to measured runs
+# Fragmentation of glibc's heap adds these shares to the parts. The shares are fitted to measured runs
 # (docs/explanation/memory.md).
 FRAGMENTATION = {
     "activations": 0.2,
@@ -147,22 +147,18 @@ def low_bytes(inputs: MemoryInputs) -> float:
     layers = sum(map(len, config.layers_of_virtual_stages()[::pp]))
     parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / tp
     on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
-    moments = (
-        0 if on_host else 8 if inputs.dtype == torch.float32 else 12
-    )  # 12 includes float32 masters of rounded weights.
+    moments = 0 if on_host else 8 if inputs.dtype == torch.float32 else 12  # 12 includes float32 masters.
     state = inputs.dtype.itemsize + moments / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
     # The gradients of a single micro-batch are freed as soon as they are reduced.
     frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
     state += 4 / (inputs.data_parallel_size if frees else 1)
     if on_host or parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
-        # The settings that split activations, move them to the host, or free them before all gradients exist. A low
+        # These settings split activations, move them to the host, or free them before all gradients exist, so the low
         # estimate leaves activations out.
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
     replicated, split = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
-    of_layer = (
-        replicated / (tp if parallel.sequence_parallel else 1) + split / tp
-    )  # bytes of a layer's activations per token and hidden unit
+    of_layer = replicated / (tp if parallel.sequence_parallel else 1) + split / tp  # bytes per token and unit
     in_flight = min(pp + (pp - 1) * (vpp > 1) / vpp, inputs.num_microbatches)
     tokens = train.micro_batch_size * config.data.seq_length
     return state * parameters + tokens * h * layers * in_flight * of_layer + inputs.fixed
@@ -182,9 +178,9 @@ MemoryByPart = dict[str, int]
 class PointInStep(NamedTuple):
     """An allocation or a communication.
 
-    order: its number among those of the same line in the same phase: 0, 1, … for the first ones, …, -2, -1 for the last
-        ones, None between. What a rank holds at the first and the last ones is a linear function of the number of
-        layers.
+    order: the number of the event among all events of its line in its phase: 0, 1, … for the first events, …, -2, -1
+        for the last events, None between. At the first and the last events, the memory of a rank is a linear function
+        of the number of layers.
     """
 
     phase: str
@@ -210,9 +206,10 @@ def with_batch_size(config: Config, global_batch_size: int) -> Config:
 
 
 def with_few_layers(inputs: MemoryInputs) -> tuple[list[MemoryInputs], float] | None:
-    """Return models with `FEW_LAYERS` layers in each chunk, times --recompute-num-layers, and x, so that the model has
-    the memory of the last one plus x times its difference to the one before. Return None if the model itself must be
-    traced, because its chunks have few layers or different numbers of layers."""
+    """Return three smaller models, and x. Each chunk of the smaller models has `FEW_LAYERS` times
+    --recompute-num-layers layers. The memory of the model is that of the last smaller model plus x times the difference
+    between the last two. Return None if the model itself must be traced, because its chunks have few layers or
+    different numbers of layers."""
     config, parallel = inputs.config, inputs.config.parallel
     layers = config.layers_of_virtual_stages()
     groups = len(layers[0]) / config.train.recompute_num_layers
@@ -232,8 +229,8 @@ def with_few_layers(inputs: MemoryInputs) -> tuple[list[MemoryInputs], float] | 
 @functools.lru_cache(maxsize=4096)
 def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
     """Return the result of `traced_memory`, or an extrapolation from few layers. Few layers are traced if all chunks of
-    the model have equally many. The extrapolation leaves out moments at which memory is not linear in the number of
-    layers, for example because layers share buckets."""
+    the model have the same number of layers. The extrapolation leaves out moments at which memory is not linear in the
+    number of layers, for example because layers share buckets."""
     few_layers = with_few_layers(inputs)
     if few_layers is None:
         return traced_memory(inputs, stage)
@@ -264,8 +261,8 @@ def trace_stage(inputs: MemoryInputs, stage: int, num_microbatches: int) -> Trac
 
 
 def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
-    """Trace a step of the first rank of `stage`. Return the bytes that this rank holds at each moment. If the step has
-    a moment several times, the result is the one with the most bytes."""
+    """Trace a step of the first rank of `stage`. Return the bytes of this rank at each point of the step. If a point
+    occurs several times, the time with the most bytes counts."""
     config, m, pp = inputs.config, inputs.num_microbatches, inputs.stages
     traced = m if m <= 3 * pp or config.parallel.exact_layouts is not None else 2 * pp + m % pp
     trace = trace_stage(inputs, stage, traced)
@@ -336,7 +333,8 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryB
 
 
 def _kept_blocks(trace: Trace) -> set[int]:
-    """Return the blocks that exist after the forward pass in which they were allocated, or outside passes."""
+    """Return the blocks that still exist after the forward pass that allocated them, and the blocks that were allocated
+    outside of the forward and backward passes."""
     kept, alive, fresh = set[int](), set[int](), set[int]()
     for event in trace.events:
         if isinstance(event, Allocation):
@@ -368,7 +366,8 @@ def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEst
     most)."""
     if stage is None:
         layers = [len(layers) for layers in inputs.config.layers_of_virtual_stages()[: inputs.stages]]
-        # If stages have equally many layers, the first one keeps the most micro-batches. The last one has the loss.
+        # Among stages with the same number of layers, the first stage keeps the most micro-batches, and the last stage
+        # computes the loss.
         largest = {layers.index(max(layers)), 0, inputs.stages - 1}
         return max((estimate_memory(inputs, each) for each in largest), key=lambda memory: memory.total)
     return _largest(inputs, stage, stage_memory(inputs, stage))

@@ -157,7 +157,8 @@ class Candidate:
         return estimate_memory(self.inputs)
 
     def fits(self, budget: float) -> bool:
-        """Whether the layout needs at most `budget` bytes. The first stage is tried first: it often needs the most."""
+        """Whether the layout needs at most `budget` bytes. The first stage often needs the most memory, so `fits`
+        estimates this stage first."""
         return estimate_memory(self.inputs, 0).total <= budget and self.memory.total <= budget
 
 
@@ -185,8 +186,8 @@ def bubble(config: Config, num_microbatches: int) -> float:
 
 
 def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = True) -> Iterator[Candidate]:
-    """Yield all layouts of the run with the same number of ranks and the same global batch, and with at least as many
-    ranks per model.
+    """Yield all layouts of the run that keep the number of ranks and the global batch, and that split a model over at
+    least as many ranks.
 
     batch: the largest micro-batch size (default: that of `inputs`).
     offload: yield also layouts that use memory of the host.
@@ -276,7 +277,7 @@ def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
     order = [candidate for candidate in layouts(inputs) if candidate.least <= budget]
     order.sort(key=lambda c: (c.cost, len(c.flags), c.least))
     found: list[Candidate] = []
-    for end in (1, None):  # 1 compares only the names of flags, None also their values.
+    for end in (1, None):  # `end` 1 compares only the names of flags, None also their values.
 
         def names(candidate: Candidate, end: int | None = end) -> set[tuple[str, ...]]:
             return {tuple(flag.split()[:end]) for flag in candidate.flags}
@@ -291,7 +292,8 @@ def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
 
 
 def smallest_offer(inputs: MemoryInputs) -> Offer:
-    """Return the layout that needs the least memory. If several layouts do, take the one with the most flags."""
+    """Return the layout that needs the least memory. If several layouts need equally little, return the one with the
+    most flags."""
 
     def size(candidate: Candidate) -> tuple[float, int, int]:
         return candidate.least, -len(candidate.flags), candidate.inputs.config.train.micro_batch_size
@@ -328,9 +330,9 @@ def changed_flags(section: str, asked: object, values: dict[str, Any]) -> Iterat
 
 
 def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> list[tuple[Candidate, StepTime]]:
-    """Return up to `count` layouts that need at most `budget` bytes, with their steps, the fastest first. Layouts that
-    differ only in recomputation, sharding and --sequence-parallel count as one. Raises ValueError if the global batch
-    cannot be shared.
+    """Return up to `count` layouts that need at most `budget` bytes, with the times of their steps, the fastest first.
+    Layouts that differ only in recomputation, sharding and --sequence-parallel count as one. Raises ValueError if the
+    global batch cannot be shared.
 
     inputs: the inputs of the layout that the flags name, with a global batch size.
     """

@@ -1,4 +1,5 @@
-"""Write a page that shows a training step: what each rank computes and sends, and when. Modelled, or from a real run:
+"""Write a page that shows what each rank computes and sends in a training step, and when. The step is modelled, or was
+profiled in a real run:
 
     python tools/show_step.py --output step.html --cluster a100 --ranks 8 --device cuda --num-layers 8 \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 32
@@ -8,9 +9,10 @@
 collectives of gloo, for which the profiler records no bytes and groups. Without --traces, show_step.py takes the flags
 of pretrain_gpt2.py and starts no run.
 
-The page has a lane for each queue. For a modelled step, it has the queues of the first rank of each stage. Its buttons
-go from one kernel, collective or message to the next. The page shows the shapes of a kernel, the bytes of a message,
-and the line of the program. Choose few layers and micro-batches, because the page contains all of their kernels.
+The page has a lane for each queue. The queues of a modelled step are those of the first rank of each stage. The page's
+buttons go from one kernel, collective or message to the next. The page shows the shapes of a kernel, the bytes of a
+message, and the line of the program. Choose few layers and micro-batches, because the page contains all of their
+kernels.
 """
 
 import gzip

@@ -127,7 +127,7 @@ def kernel_seconds(cluster: Cluster, event: Operation) -> float:
 
 
 def kind_of_group(inputs: MemoryInputs, ranks: Sequence[int]) -> str:
-    """Return the kind of a communicator."""
+    """Return "tensor", "data" or "other" for the ranks of a communicator."""
     size_and_stride, tensor = (len(ranks), ranks[1] - ranks[0]), inputs.config.parallel.tensor_model_parallel_size
     kinds = {(inputs.data_parallel_size, tensor): "data", (tensor, 1): "tensor"}
     return kinds.get(size_and_stride, "other")
@@ -197,9 +197,8 @@ class Lane:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self._host, self._spans = 0.0, spans
         self._queues = defaultdict[tuple[int, ...], float](float)
-        self._running: dict[
-            int, tuple[float, str]
-        ] = {}  # by `Call.number`: the end and the kind of a collective that runs
+        # by `Call.number`: the end and the kind of a collective that runs
+        self._running: dict[int, tuple[float, str]] = {}
 
     def wait(self, end: float, part: str) -> None:
         """Let the compute queue wait until `end`."""
@@ -224,8 +223,8 @@ class Lane:
     def run(self, jobs: Sequence[Job], slowdown: Callable[["Lane"], float] | None) -> Iterator[None]:
         """Run jobs in the queues.
 
-        slowdown: returns the factor of the time of a kernel that starts now. With `slowdown`, the function yields after
-            each kernel, so that other stages run until the same time.
+        slowdown: returns the factor by which a kernel that starts now is slower. With `slowdown`, the function yields
+            after each kernel, so that other stages run until the same time.
         """
         for job in jobs:
             factor = 1.0 if slowdown is None else slowdown(self)
@@ -249,8 +248,9 @@ class Lane:
                 yield
 
     def finish(self, first_forward: float) -> None:
-        """Wait for collectives that still run. Such collectives gather parameters during the next step's first forward
-        pass, which waits for the first collective at its beginning, and for the last one before its last layer."""
+        """Wait for collectives that still run. These collectives gather parameters during the first forward pass of the
+        next step. This forward pass waits for the first collective at its beginning, and for the last collective before
+        its last layer."""
         ends = sorted(end for end, _ in self._running.values())
         if ends:
             self.wait(max(ends[0], ends[-1] - first_forward), "data")
@@ -259,9 +259,9 @@ class Lane:
 def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) -> StepTime:
     """Return the modelled time of a step.
 
-    Of many layers and micro-batches, few are simulated, since the time of a step is linear in both numbers. The result
-    is too short (6 % in a small model) if the host, which launches kernels ahead during the loss, stays ahead for these
-    few layers but not for all. Raises ValueError if the ranks cannot share the batch.
+    If a model has many layers, or a step many micro-batches, only few are simulated, since the time of a step is linear
+    in both numbers. The result is too short (6 % in a small model) if the host, which launches kernels ahead during the
+    loss, stays ahead for few layers but not for all. Raises ValueError if the ranks cannot share the batch.
 
     record: whether to simulate all layers and micro-batches, and to keep the spans of all stages.
     """

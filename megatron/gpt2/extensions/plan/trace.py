@@ -132,8 +132,8 @@ def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _elementwise(*args: Any, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
-    """Return the output of an element-wise operator. Its dimensions have the same order in memory as those of the first
-    argument that has the output's shape."""
+    """Return the output of an element-wise operator. The dimensions of the output have the same order in memory as
+    those of the first argument with the output's shape."""
     given = tensors_in(args)
     shape = tuple(np.broadcast_shapes(*(x.shape for x in given)))
     like = next((x for x in given if x.shape == shape), None)
@@ -177,7 +177,7 @@ def _layer_norm(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
     return _elementwise(x), *(_row_sums(x).unsqueeze(-1) for _ in range(2))
 
 
-# For these operators, torch computes the output shapes with the compiler's libraries. Their import takes a second.
+# For these operators, torch computes the output shapes with the compiler's libraries, whose import takes a second.
 OUTPUTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "ge gt lt le eq ne isfinite logical_and logical_not".split(),
@@ -228,7 +228,7 @@ def _schema(func: Any) -> tuple[str, bool, list[tuple[int, str]], int]:
     schema = func._schema
     aliases = [(at, a.name, a.alias_info) for at, a in enumerate(schema.arguments) if a.alias_info is not None]
     writes, name = [(at, name) for at, name, alias in aliases if alias.is_write], schema.name.split("::")[1]
-    is_view = bool(aliases) and not writes or name == "_unsafe_view"  # Its schema names no alias.
+    is_view = bool(aliases) and not writes or name == "_unsafe_view"  # The schema of _unsafe_view names no alias.
     return name, is_view, writes, len(schema.returns)
 
 
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
         self._blocks: dict[int, tuple[int, str]] = {}  # by storage: the number of the block, and its device
         self._outputs: dict[Any, Any] = {}  # the outputs of an operator, by its name and arguments
         self._count = 0
-        self._inside = False  # While it is True, `Tensor.device` is "meta".
+        self._inside = False  # If True, `Tensor.device` is "meta".
         self._in_kernel = False
         self.times = 1.0  # the value of `Operation.times` for the next operators
 
@@ -332,7 +332,7 @@ class Recorder(TorchDispatchMode):
             self.events.append(Operation(name, shapes, read, wrote, place(), self.times))
 
     def call_kernel(self, kernel: TritonKernel, *args: Any) -> Any:
-        """Record a Triton kernel as one operator. `kernel.fake` makes its outputs, because a call of the custom
+        """Record a Triton kernel as one operator. `kernel.fake` makes the outputs, because a call of the custom
         operator would load torch's compiler."""
         given = tensors_in(args)
         if not given[0].is_cuda:
@@ -397,7 +397,8 @@ def place() -> str:
     return "autograd"
 
 
-# --- what a step needs around it --------------------------------------------------------------------------------------
+# --- replacements for functions that a step calls
+# ----------------------------------------------------------------------
 
 
 def _attention(config: Config, device: str) -> Callable[..., Tensor]:
@@ -463,7 +464,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
         return property(lambda x: recorder.device_of(x).type == kind)
 
     def for_meta(real: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: instead(x) if _is_meta(x) else real(x)  # Tensors of other threads have data.
+        return lambda x: instead(x) if _is_meta(x) else real(x)  # Other threads use tensors with data.
 
     def tensor(data: Any, *, device: Any = "cpu", real: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:
         on_host = torch.device(device).type == "cpu"
@@ -568,7 +569,7 @@ def trace_step(config: Config, *, rank: int, world_size: int, device: str, dtype
 
 
 def _held_bytes(events: Sequence[Event]) -> Counter[str]:
-    """Return the bytes that exist after `events`, by device."""
+    """Return the bytes that `events` allocate and do not release, by device."""
     freed = {event.block for event in events if isinstance(event, Release)}
     held = Counter[str]()
     for event in events:

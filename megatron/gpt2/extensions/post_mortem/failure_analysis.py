@@ -165,7 +165,7 @@ def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
     causes = []
     for attempt in range(max((incident["attempt"] for incident in last), default=0)):
         found = last_attempt([one for one in incidents if one["attempt"] == attempt and one["time"] < start])
-        # An "end" shows that these ranks stopped in order, because new ranks joined.
+        # An incident "end" shows that these ranks did not fail, but stopped because new ranks joined.
         if found and not any(incident["kind"] == "end" for incident in found):
             causes.append(first_cause(found, {}).cause)
     return causes

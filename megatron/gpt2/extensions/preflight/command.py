@@ -206,8 +206,8 @@ def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
     for _ in range(CLOCK_ROUNDS):
         dist.barrier()
         rounds.append(gather_rows(torch.tensor([time.time()], dtype=torch.float64, device=device))[:, 0])
-    times = torch.stack(rounds)  # [rounds, ranks]
-    # For each rank, these are the seconds by which its clock is ahead of rank 0's clock.
+    # [rounds, ranks]: the seconds by which the clock of each rank is ahead of rank 0's clock
+    times = torch.stack(rounds)
     offsets = (times - times[:, :1]).median(0).values
     own = float(offsets[rank_info.rank] - offsets.median())
     way = "ahead of" if own > 0 else "behind"

@@ -75,7 +75,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens at this address. Raises ValueError if that fails."""
+    """Open a socket that listens at this address. Raises ValueError if the address is unknown or in use."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family, backlog=CONNECTIONS)
@@ -90,12 +90,10 @@ def serve(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     listener = listen(args.host, args.port) if rank_info.rank == 0 else None
     loaded = open_model_from_flags(args, rank_info, log)
     if listener is None:
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # All ranks get the signals, but the first rank ends all other ranks.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # All ranks get the signals, but the first rank ends all other ranks.
             signal.signal(number, signal.SIG_IGN)
-    generator = Generator(loaded.model, loaded.tokenizer, group=new_command_group())  # All ranks join this group.
+    generator = Generator(loaded.model, loaded.tokenizer, group=new_command_group())  # All ranks must create the group.
     if listener is None:
         return generator.execute_commands()
     with generator.driving():

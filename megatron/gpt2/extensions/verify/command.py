@@ -54,7 +54,7 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 STEPS = 3
 HUGGINGFACE = "huggingface"
-# The flags that runs ignore: they write files or evaluate, and do not change the training steps.
+# Runs ignore these flags, which write files or evaluate and do not change the training steps.
 IGNORED_FLAGS = (
     "train.tensorboard_dir",
     "train.wandb_project",
