@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import start_processes
 
-CONTEXT = mp.get_context("forkserver")
+CONTEXT = get_context("forkserver")
 # The server imports these modules once. A rank then starts in 0.05 s instead of 2 s. TorchDispatchMode imports torch's
 # compiler, which takes 2 s more.
 CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.commands.pretrain_gpt2", "torch._dynamo", "tests.gc_freeze"])
@@ -44,7 +45,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return [fn(0, 1, *args)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world_size, folder, timeout, fn, args)
-        ranks = mp.start_processes(_worker, arguments, world_size, join=False, daemon=True, start_method="forkserver")
+        ranks = start_processes(_worker, arguments, world_size, join=False, daemon=True, start_method="forkserver")
         deadline = time.monotonic() + timeout
         try:
             while not ranks.join(max(0.0, deadline - time.monotonic()), grace_period=0):
