@@ -29,14 +29,14 @@ from mpu.partition import TensorSlice
 Shape = tuple[int, ...]  # one number per dimension; also the type of an offset
 _NATURAL = range(1 << 62)
 _PADDING = 1 << 16  # the most padding rows of the vocabulary that are accepted
-_MAX_CELLS = 1 << 26  # the most cells of the grid in `check_coverage`
 _COUNTS = ("vocab_size", "iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
+_MAX_CELLS = 1 << 26  # the most cells of the grid in `check_coverage`
 _STEPS = ("optimizer.num_updates", "optimizer.skipped_steps", "optimizer.adam_steps")
 _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", "hysteresis_left")]
 
 
 def intersection(a: TensorSlice, b: TensorSlice) -> TensorSlice:
-    """Return the common part of two slices. If they do not overlap in a dimension, its size there is 0."""
+    """Return the common part of two slices. Its size is 0 in each dimension in which the slices do not overlap."""
     ranges = [(max(i.start, j.start), min(i.stop, j.stop)) for i, j in zip(a.slices(), b.slices(), strict=True)]
     return TensorSlice(tuple(start for start, _ in ranges), tuple(max(stop - start, 0) for start, stop in ranges))
 
@@ -62,7 +62,7 @@ def check_coverage(name: str, shape: Shape, slices: Sequence[TensorSlice]) -> No
         check_inside(name, shape, tensor_slice)
     covered = sum(tensor_slice.numel for tensor_slice in slices)
     require(covered == math.prod(shape), f"{name}: its slices hold {covered} entries of {math.prod(shape)}")
-    # the edges along each dimension
+    # the edges of all slices along each dimension
     edges = [
         sorted({edge for part in parts for edge in (part.start, part.stop)})
         for parts in zip(*(tensor_slice.slices() for tensor_slice in slices), strict=True)
@@ -199,6 +199,6 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def saved_decay_iters(metadata: Mapping[str, Any]) -> int | None:
-    """Return the iterations of the learning rate's decay if no flag set them. With batch ramp-up, the decay has fewer
-    iterations than `train_iters`. Return None for another program's files without this number."""
+    """Return the number of iterations of the learning rate's decay, if no flag set it. With batch ramp-up, the number
+    is smaller than `train_iters`. Return None for another program's files without this number."""
     return metadata.get("decay_iters", metadata.get("train_iters"))

@@ -25,8 +25,8 @@ from pathlib import Path
 from data_utils.files import add_path, fsync_path, no_follow, try_lock
 from megatron.gpt2.checkpoint.save_folder import BEST, LATEST_FILE, FolderInUse, make_save_folder
 
-PATTERN = "lease_" + 10 * "[0-9]"
 RENEWAL_INTERVAL = 2.0  # seconds between two renewals
+PATTERN = "lease_" + 10 * "[0-9]"
 LIFETIME = 10.0  # seconds without a renewal after which a lease ends
 
 
@@ -48,7 +48,7 @@ class Lease:
 
     def take(self) -> None:
         """Make the folder and take its lease. Call this method again if the folder was removed or moved. Raises
-        FolderInUse if another run owns the folder, and ValueError as `make_save_folder`."""
+        FolderInUse if another run owns the folder, and the errors of `make_save_folder`."""
         make_save_folder(self._folder)
         text = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n"
         while True:
@@ -110,7 +110,7 @@ class Lease:
                 os.utime(self._file.fileno())
 
     def _remove_uncommitted(self) -> None:
-        """Remove what an earlier owner may be about to commit. The next save deletes the renamed folders."""
+        """Remove uncommitted files of earlier owners. Their folders are renamed, and the next save deletes them."""
         for folder in (self._folder, self._folder / BEST):
             with contextlib.suppress(OSError):
                 for path in folder.glob(f"{LATEST_FILE}.tmp*"):

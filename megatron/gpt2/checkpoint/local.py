@@ -1,5 +1,5 @@
-"""Local checkpoints (as in Megatron): every few steps, each machine saves in its own memory or on its own disk. A run
-that fails continues from there and loses steps instead of hours.
+"""Local checkpoints (as in Megatron): every few steps, each machine saves in its own memory or on its own disk. After a
+failure, the run continues from its last local checkpoint and loses steps instead of hours.
 
     <--local-checkpoint-dir>/<run>/iter_0000120/
 
@@ -41,10 +41,11 @@ from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import temporary_group
 
 RUN_NAME_FILE = "local_checkpoints"  # the file in the --save folder that names the run
-CHECKPOINTS_KEPT = 2  # number of checkpoints that each machine keeps
 MESSAGE_BYTES = 64 << 20
-FileTransfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank
+CHECKPOINTS_KEPT = 2  # number of checkpoints that each machine keeps
 T = TypeVar("T")
+FileTransfer = tuple[str, int, int]  # (file, sending rank, receiving rank)
+
 # An inventory of a checkpoint on this machine: the "digest" of its manifest, all its "files" with their sizes, and the
 # list "present" of those files that this machine has.
 LocalInventory = dict[str, Any]
@@ -59,8 +60,8 @@ def run_name(save: str | Path) -> str:
 
 
 def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[T]:
-    """Call `work` on each rank of `group` and return all results, by rank. Raises OSError on every rank if one rank
-    raised it; the message names that rank.
+    """Call `work` on each rank of `group` and return all results, by rank. If `work` raises OSError on a rank, every
+    rank raises an OSError that names this rank.
 
     group: None if there is only one rank.
     """
@@ -128,8 +129,8 @@ class LocalCheckpoints:
         self._folder, self._rank, self._group, self._start_id, self._log = folder, rank, group, start_id, log
         machines = [[other for other, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         self._is_first_on_machine = any(ranks[0] == rank for ranks in machines)
-        # For each rank: the rank of the next machine that receives a copy of its files. A rank may receive the files of
-        # several ranks if its machine has fewer ranks.
+        # {rank: the rank of the next machine that receives a copy of its files}. If the next machine has fewer ranks,
+        # some of them receive the files of several ranks.
         self._receivers = {
             other: next_ranks[position % len(next_ranks)]
             for ranks, next_ranks in zip(machines, machines[1:] + machines[:1], strict=True)
@@ -139,9 +140,9 @@ class LocalCheckpoints:
 
     def save(self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any]) -> bool:
         """Write this rank's `files` and a copy on the next machine. Return True if all machines have the checkpoint. If
-        one fails, this checkpoint is dropped and a warning names the first rank that failed.
+        a rank fails, the checkpoint is dropped and a warning names the first rank that failed.
 
-        metadata: for the manifest, taken from rank 0.
+        metadata: the metadata for the manifest; that of rank 0 is used.
         """
         final = self._folder / f"iter_{iteration:07d}"
         folder = temporary_folder(final, self._start_id)
@@ -176,7 +177,7 @@ class LocalCheckpoints:
             write_atomically(folder / MANIFEST, manifest)
             sync_folders(folder)
             if not list_iterations(self._folder):
-                make_folder(self._folder)  # sync the folder's name to the disk
+                make_folder(self._folder)  # Sync the folder's name to the disk.
 
     def remove(self) -> None:
         """Remove all local checkpoints of the run."""
@@ -184,8 +185,8 @@ class LocalCheckpoints:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _remove_others(self, newest: Path) -> None:
-        """Keep `newest` and the CHECKPOINTS_KEPT - 1 checkpoints before `newest`, and remove all other checkpoints.
-        Later iterations were written before a rollback. Temporary folders of the current start stay, because another
+        """Keep `newest` and the CHECKPOINTS_KEPT - 1 checkpoints before `newest`. Remove all other checkpoints, also
+        later ones, which were written before a rollback. Temporary folders of the current start stay, because another
         rank may already write the next checkpoint."""
         before = [path for _, path in list_iterations(self._folder) if path.name < newest.name]
         for path in set(self._folder.glob("iter_*")) - {newest, *before[: CHECKPOINTS_KEPT - 1]}:
@@ -196,7 +197,7 @@ class LocalCheckpoints:
 def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info: RankInfo, log: Log) -> Path | None:
     """Complete the newest local checkpoint of the run in `save` on every machine, and return the run's folder. Return
     None if all machines together do not have a checkpoint that is newer than iteration `newest`. Every rank calls this
-    function before the process group exists. The values of rank 0 for the run and `newest` are used."""
+    function before the process group exists. The run and `newest` are those of rank 0."""
     gather = rank_info.rendezvous.gather if rank_info.rendezvous is not None else lambda name, rank, text: [text]
     run = run_name(save)
     inventory = local_inventory(Path(directory) / run) if run and rank_info.local_rank == 0 else {}
@@ -246,7 +247,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
 
 
 def local_inventory(folder: Path) -> dict[str, LocalInventory]:
-    """Return the local checkpoints on this machine. The keys are iterations."""
+    """Return the inventories of the local checkpoints on this machine, by iteration."""
     inventory = {}
     for number, path in list_iterations(folder):
         with contextlib.suppress(ValueError):
@@ -264,7 +265,7 @@ def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> i
     """Return the newest iteration of the run in `save` that has a local checkpoint on this machine, or 0 if there is
     none. No tensor is read.
 
-    one_machine: True if no other machine can have missing files. Then only complete checkpoints count.
+    one_machine: whether the run has only this machine, so that only complete checkpoints count.
     """
     inventory = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
     return newest_complete_iteration([inventory]) if one_machine else max(map(int, inventory), default=0)

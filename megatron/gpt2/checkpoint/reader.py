@@ -81,7 +81,7 @@ SAFETENSORS_DTYPES = {
     "U8": torch.uint8,
 }
 SAFETENSORS_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
-# a relative path without ".."
+# a relative path that does not lead out of the folder
 _FILE_NAME = re.compile(r"mp_rank_\d{2,5}(_\d{3})?/[a-z]\w*\.safetensors", re.ASCII)
 
 
@@ -145,7 +145,7 @@ def row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
 
 
 def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
-    """Return three numbers for `shards` of a tensor: the first row, the row after the last one, and the elements."""
+    """Return for `shards` of a tensor the first row, the row after the last one, and the number of elements."""
     tops, bottoms = zip(*(row_range(shard.tensor_slice) for shard in shards), strict=True)
     return min(tops), max(bottoms), sum(shard.tensor_slice.numel for shard in shards)
 
@@ -253,7 +253,7 @@ class NativeCheckpoint(BaseCheckpoint):
             for name, info in manifest["tensors"].items()
         }
         self.tables: dict[str, TableInfo] = {}
-        # For each tensor and table: the first row, the row after the last one, and the elements in the table.
+        # {tensor: {table: (first row, row after the last one, number of elements in the table)}}
         self._table_ranges: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
             self.tables[MANIFEST] = TableInfo(len(data), self.manifest_sha256)
@@ -339,8 +339,8 @@ class NativeCheckpoint(BaseCheckpoint):
         return self.find_damage()
 
     def saved_slices(self, name: str, target: TensorSlice) -> list[tuple[TensorSlice, Callable[[], Tensor]]]:
-        """Return the saved slices of `name` that overlap `target`. Raises ValueError unless they cover each entry of
-        `target` exactly once."""
+        """Return the saved slices of `name` that overlap `target`. Raises ValueError unless these slices cover each
+        entry of `target` exactly once."""
         first_row, end_row = row_range(target)
         shards = [
             shard
@@ -378,8 +378,8 @@ class NativeCheckpoint(BaseCheckpoint):
 
 
 def _parse_table_ranges(entries: Any, tables: int) -> dict[int, tuple[int, int, int]]:
-    """Parse a list of the manifest's `table_ranges`. Return the first row, one past the last row, and the elements of
-    each table."""
+    """Parse a list of the manifest's `table_ranges`. Return the first row, one past the last row, and the number of
+    elements of each table."""
     ranges = {table: (top, bottom, count) for table, top, bottom, count in (_integers(entry, 4) for entry in entries)}
     is_known = all(table < tables for table in ranges)
     require(is_known, f"{reprlib.repr(entries)} names a table that is not one of the {tables}")

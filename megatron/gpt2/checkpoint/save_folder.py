@@ -204,8 +204,8 @@ def detect_format_by_file_names(path: str | Path, iteration: int | None = None) 
     """Return the format of the checkpoint at `path`, and the iteration's folder or the file to open. None if the format
     is unknown. The function reads only file names and the latest-iteration file.
 
-    If a folder has several iterations, the function chooses `iteration`. If this is None, it chooses the iteration in
-    `LATEST_FILE`, and without this file the newest iteration.
+    If a folder has several iterations, the function chooses `iteration`. If `iteration` is None, the function chooses
+    the iteration in `LATEST_FILE`, and without this file the newest iteration.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".pt" and not FOLDER_FILES.fullmatch(path.name):
@@ -218,7 +218,7 @@ def detect_format_by_file_names(path: str | Path, iteration: int | None = None) 
 
 
 def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
-    """Yield `path` and the folders in it that may have the iteration. The most likely folder is first."""
+    """Yield `path` and its subfolders that may be the folder of the iteration, the most likely one first."""
     yield path
     names = [str(iteration), f"global_step{iteration}"]
     if iteration is None:
@@ -235,8 +235,8 @@ def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
 def require_native_format(
     load: str | Path, *, num_attention_heads: int | None = None, with_tokenizer: bool = False
 ) -> None:
-    """Raise ValueError if `load` is an iteration's folder, or another program's checkpoint; the message then has the
-    command that converts.
+    """Raise ValueError if `load` is an iteration's folder or another program's checkpoint. The message for a checkpoint
+    of another program contains the command that converts it.
 
     with_tokenizer: the command asks for the tokenizer's files, because the caller has no flag for them.
     """

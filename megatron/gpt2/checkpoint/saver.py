@@ -70,8 +70,8 @@ class Saver:
     keep_last: the number of iterations to keep after a save, with the new one (default: all).
     timeout_s: how long rank 0 waits until it sees the files of other ranks.
     storage_timeout_s: how long each rank waits for its own files.
-    local_world_size: the ranks that share this machine's memory.
-    gather: a collective that returns the texts of all ranks, and waits longer than both times.
+    local_world_size: the number of ranks on this machine.
+    gather: a collective that returns the texts of all ranks. Its time limit is longer than the two above.
     check_owner: raises OSError if this run must not commit.
     saved_iteration: the last iteration that all ranks report as committed.
     last_error: the last error on this rank.

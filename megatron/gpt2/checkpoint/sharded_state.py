@@ -106,8 +106,8 @@ def parameter_states(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator
 
 
 def model_rank_name(parallel: mpu.ParallelState) -> str:
-    """Return the part of the names of files and random states that says which part of the model a rank has, as in
-    Megatron: "00", the tensor-parallel rank, or with a pipeline "00_001", tensor-parallel rank and stage."""
+    """Return the rank's part of the names of files and random states, as in Megatron: "00" for tensor-parallel rank 0
+    or, with a pipeline, "00_001" for tensor-parallel rank 0 of stage 1."""
     stage = f"_{parallel.pipeline_model_parallel_rank:03d}" if parallel.pipeline_model_parallel_size > 1 else ""
     return f"{parallel.tensor_model_parallel_rank:02d}{stage}"
 

@@ -168,8 +168,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _write_errors(path: Path, size: int) -> Iterator[None]:
-    """Make the folder of `path`. An OSError in the block is raised again in one line that names `path` and its `size`
-    in bytes."""
+    """Make the folder of `path`. Convert an OSError in the block to one whose message is a line with `path` and its
+    `size` in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -238,7 +238,7 @@ def commit(
             log(f"WARNING: {final} exists already and is saved again: the existing one is now {rename_old(final)}")
         folder.rename(final)
         fsync_path(final.parent)
-        # `write_atomically` renames the latest-iteration file at the end of the block.
+        # `atomic_write` renames the latest-iteration file at the end of the block.
 
 
 def sync_folders(folder: Path) -> None:

@@ -55,13 +55,13 @@ TENSOR_FLAGS = (
     "--target-tensor-parallel-size",
 )
 PIPELINE_FLAGS = (PIPELINE_FLAG, "--target-pipeline-model-parallel-size", "--target-pipeline-parallel-size")
-# the largest difference of a logit that --check accepts; a correct conversion gives 0, or 1e-6 with other kernels
+# --check accepts logits that differ by at most CHECK_LIMIT. A correct conversion gives 0, or 1e-6 if kernels differ.
 CHECK_LIMIT = 1e-4
 
 
 def return_freed_memory() -> None:
-    """Make glibc return the memory of freed tensors to the system. By default it keeps blocks of up to 32 MB in its
-    heap, which fragments: 1.4 GB are lost for a 345M model."""
+    """Make glibc return the memory of freed tensors to the system. By default glibc keeps blocks of up to 32 MB in its
+    heap. The heap fragments, which costs 1.4 GB for a 345M model."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD is -3 in malloc.h.
 
@@ -75,7 +75,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags of the command that `argv` names."""
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # The flags of commands that read, that write, and that write for several ranks.
+    # Commands that read have the flags of `reads`, commands that write those of `writes`, and commands that write for
+    # several ranks also those of `splits`.
     reads, writes, splits = (Parser(add_help=False) for _ in range(3))
     integer: dict[str, Any] = {"type": int, "metavar": "N"}
     reads.add_argument("--num-attention-heads", **integer, help="if the source does not store it")
@@ -121,8 +122,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def open_source(args: argparse.Namespace, path: str, *, check_hashes: bool = True) -> BaseCheckpoint:
-    """Open the source at `path`. The flags give values that its files do not contain. If the files have hashes, every
-    byte is verified, unless `check_hashes` is False."""
+    """Open the source at `path`. `args` has values that the files do not contain. If the files have hashes, every byte
+    is verified, unless `check_hashes` is False."""
     hints = Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration)
     source = open_checkpoint(path, hints, log=print_stderr)
     if isinstance(source, NativeCheckpoint) and check_hashes and (problem := source.find_damage()):
@@ -135,7 +136,7 @@ def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
     source is used."""
     opened: dict[str, BaseCheckpoint] = {}
     for path in (args.a, args.b):
-        with contextlib.suppress(ValueError):  # raised again below, if the number of heads does not help
+        with contextlib.suppress(ValueError):  # The return statement raises the error again.
             opened[path] = open_source(args, path)
     for source in opened.values():
         args.num_attention_heads = source.metadata["config"]["model"]["num_attention_heads"]
@@ -170,7 +171,7 @@ def layout_from_args(args: argparse.Namespace) -> MegatronLayout:
 
 
 def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layout: MegatronLayout) -> Path:
-    """Write `source` in the format `to`, for the ranks of `layout`, into the new folder `args.out`; returns the
+    """Write `source` in the format `to`, for the ranks of `layout`, into the new folder `args.out`. Return the
     folder."""
     ranks = layout.tensor
     require(ranks > 0, f"--tensor-model-parallel-size must be positive, not {ranks}")

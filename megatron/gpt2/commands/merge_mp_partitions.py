@@ -27,7 +27,7 @@ COMPARED = (
 )
 HINTS = ("num_attention_heads", "vocab_size", "iteration")
 FILES = ("vocab_file", "merge_file", "tokenizer_model")
-# The flags of Megatron's command lines on which the files do not depend.
+# Flags of Megatron's command lines that do not change the merged files.
 WITHOUT_MEANING = ("--seq-length", "--tokenizer-type", "--make-vocab-size-divisible-by", "--micro-batch-size")
 
 

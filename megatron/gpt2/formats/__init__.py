@@ -25,8 +25,8 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
-    """Return what `detect_format_by_file_names` returns, but distinguish Megatron's versions by the contents of the
-    files, without tensors. Raises ValueError if a file cannot be read."""
+    """Return the format and the path of a checkpoint, as `detect_format_by_file_names`. Megatron's versions are
+    distinguished by the contents of the files. No tensor is read. Raises ValueError if a file cannot be read."""
     format_and_path = detect_format_by_file_names(path, iteration)
     if format_and_path is None or format_and_path[0] not in ("megatron", "deepspeed"):
         return format_and_path

@@ -16,7 +16,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, build_block_config,
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
 PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
-CHUNK = 1 << 20  # elements that the comparison reads at a time
+CHUNK = 1 << 20  # elements that `max_abs_difference` converts to float64 at a time
 SEQUENCES, LENGTH = 2, 32
 
 
@@ -85,7 +85,7 @@ def format_value(value: Any) -> str:
 
 
 class TensorComparison(NamedTuple):
-    """The difference of a tensor.
+    """The difference between two checkpoints in one tensor.
 
     shape: the shape in the first checkpoint.
     max_difference: the largest absolute difference; NaN if only one of the tensors has a NaN, None if the shapes differ
@@ -101,7 +101,8 @@ class TensorComparison(NamedTuple):
 class CheckpointDifference(NamedTuple):
     """The differences of all tensors of the kinds (model, master, exp_avg, exp_avg_sq) that both checkpoints hold.
 
-    `not_compared` lists the other kinds. Random states depend on the layout and are never compared.
+    `not_compared` lists the kinds that only one checkpoint has. Random states depend on the layout and are never
+    compared.
     """
 
     rows: list[TensorComparison]
@@ -109,7 +110,7 @@ class CheckpointDifference(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """True if both sources hold the same tensors with the same values."""
+        """True if both checkpoints have the same tensors with the same values."""
         return all(row.max_difference == 0 for row in self.rows)
 
 
@@ -145,8 +146,8 @@ def _stored_weight(source: BaseCheckpoint, name: str, other: TensorInfo) -> str:
 
 
 def max_abs_difference(x: Tensor, y: Tensor) -> float:
-    """Return the largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs count as
-    equal. Two infinities of the same sign count as equal. The difference of a NaN and a number is NaN."""
+    """Return the largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs, or two
+    infinities of the same sign, count as equal. The difference of a NaN and a number is NaN."""
     differences = []
     for part_x, part_y in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         part_x, part_y = part_x.double(), part_y.double()
@@ -175,7 +176,7 @@ def compare_logits(a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model",
     """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random tokens; NaN if one
     has a NaN.
 
-    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". The weights are first
+    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". These tensors are first
         rounded to the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies
         differ.
     """

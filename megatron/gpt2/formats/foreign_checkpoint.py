@@ -29,7 +29,7 @@ from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from mpu.partition import TensorSlice
 
-Entries = Mapping[str, Any]  # of a dictionary in a file, or of our metadata
+Entries = Mapping[str, Any]  # a dictionary in a file, or in our metadata
 OPTIMIZER_KINDS = ("master", *MOMENTS)
 GPT2_VOCAB_SIZE = 50257
 MAX_JSON_BYTES = 2 << 20  # ten times the size of the index of GPT-2's largest model
@@ -110,7 +110,7 @@ class LazyTensor:
 
 LazyTensors = Mapping[str, LazyTensor]
 TensorsByKind = dict[str, dict[str, LazyTensor]]
-OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors by kind and name, and metadata
+OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # (tensors by kind and name, metadata)
 
 
 class ForeignCheckpoint(BaseCheckpoint):
@@ -118,7 +118,7 @@ class ForeignCheckpoint(BaseCheckpoint):
 
     iteration: None stands for the number of optimizer steps.
     model: the model's configuration, with the true vocabulary size.
-    metadata: other values, with the names of our manifest.
+    metadata: further values, by the names that our manifest uses.
     weights: the weights by our names, with the model's shapes. Padding rows of the word embeddings are left out.
     left_out: one line for each part of the files that this object does not contain.
     read_optimizer: returns moments, metadata, and masters if they are not the weights; may append lines to `left_out`.
@@ -263,8 +263,8 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Entries, **progress: 
     """Return the metadata of an optimizer state after `step` steps.
 
     groups: Adam's `param_groups`; empty if they are unknown.
-    flags: other fields of OptimizerConfig.
-    progress: entries of `MixedPrecisionOptimizer.state_dict` that differ if a step was skipped or the loss was scaled.
+    flags: values of further fields of OptimizerConfig.
+    progress: entries of the optimizer's metadata that replace the defaults, for example the number of skipped steps.
 
     Raises ValueError for invalid flags.
     """
@@ -281,9 +281,9 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Entries, **progress: 
 def read_adam(
     optimizer: Entries, weights: LazyTensors, masters: Sequence[Sequence[Tensor]] = ()
 ) -> tuple[dict[str, LazyTensors], list[Any], int]:
-    """Read the state of an Adam, which numbers its parameters: first the matrices, which have weight decay, then the
-    vectors, both in the order of `weights`. Return the tensors by kind and name, the `param_groups`, and the steps.
-    Raises ValueError, LookupError or another error of parsing if the state does not belong to the weights.
+    """Read the state of an Adam whose parameters are numbered: first the matrices, which have weight decay, then the
+    vectors, both in the order of `weights`. Return the tensors by kind and name, the `param_groups`, and the number of
+    steps. Raises one of `PARSE_ERRORS` if the state does not belong to the weights.
 
     masters: the masters of the two groups, if they are not the weights.
     """
@@ -307,7 +307,7 @@ def names_by_group(weights: Mapping[str, Tensor] | LazyTensors) -> list[list[str
 
 
 def same_step(steps: Iterable[Any]) -> int:
-    """Return the number of steps in all `steps`. Raises ValueError if the numbers differ."""
+    """Return the number that all `steps` have in common. Raises ValueError if the numbers differ."""
     found = {int(step) for step in steps}
     require(len(found) == 1, f"steps {sorted(found)[:5]}")
     return found.pop()

@@ -24,7 +24,7 @@ from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 
 GGUF_FILE = "model.gguf"
-# {our name: (name of GGMLQuantizationType, name of LlamaFileType)}
+# {our name of a type: (name of GGMLQuantizationType, name of LlamaFileType)}
 TYPES = {
     "fp32": ("F32", "ALL_F32"),
     "fp16": ("F16", "MOSTLY_F16"),
@@ -107,8 +107,7 @@ def write_gguf(
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None) -> str:
-    """Add the tokenizer to the file, and return "", or return a text that says why llama.cpp cannot use the
-    tokenizer."""
+    """Add the tokenizer to the file. Return "", or the reason why llama.cpp cannot use the tokenizer."""
     if tokenizer is None:
         return "the source has none"
     if isinstance(tokenizer, SentencePieceTokenizer):

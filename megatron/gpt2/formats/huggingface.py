@@ -108,7 +108,7 @@ def _model_fields(config: Entries) -> dict[str, Any]:
 
 
 def _tensors(weights: Path) -> LazyTensors:
-    """Return the tensors of the file `weights`, or of the files that this index lists."""
+    """Return the tensors of `weights`, which is a file with tensors or an index of such files."""
     if weights.suffix != ".json":
         return _load_file(weights)
     weight_map = read_json_object(weights, MAX_JSON_BYTES).get("weight_map")
@@ -133,7 +133,7 @@ def _load_file(path: Path) -> LazyTensors:
             header = read_safetensors_header(stream, MAX_JSON_BYTES)
         file = safe_open(path, "pt")
         return {
-            # Only buffers have other dtypes, and they are not read.
+            # Only buffers, which are not read, have dtypes that SAFETENSORS_DTYPES lacks.
             name: LazyTensor(
                 TensorInfo(SAFETENSORS_DTYPES.get(entry["dtype"], torch.bool), tuple(entry["shape"])),
                 partial(file.get_tensor, name),
@@ -232,7 +232,7 @@ def _model_card(source: BaseCheckpoint, kind: str, dtype: torch.dtype, problem: 
 
     problem: why the export has no tokenizer, or "".
     """
-    _, *lines = takewhile(bool, format_description(describe(source)))  # The path and the tensors are left out.
+    _, *lines = takewhile(bool, format_description(describe(source)))  # Leave out the path and the list of tensors.
     lines.append(
         f"weights  {str(dtype).removeprefix('torch.')}{', rounded from the fp32 masters' * (kind == 'master')}"
     )

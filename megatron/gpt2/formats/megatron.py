@@ -3,7 +3,8 @@ Megatron model.
 
 Each folder `mp_rank_TT` or, with a pipeline, `mp_rank_TT_PPP` has a file model_optim_rng.pt. DeepSpeed writes
 mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or several with interleaved stages: `model0`,
-`model1`, ... Layers are numbered from 0 in every chunk. In the model, the first chunks of all files precede the second.
+`model1`, ... Layers are numbered from 0 in every chunk. In the model, the first chunks of all files precede the second
+chunks.
 
 With ZeRO 1 or 2, each data-parallel rank D of a model-parallel rank has a file
 zero_pp_rank_D_mp_rank_TT_optim_states.pt.
@@ -66,15 +67,16 @@ from megatron.gpt2.formats.native import new_folder
 from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.model.gpt2 import model_partition_specs
 
+MAX_TENSORS = 20_000  # A layer has twelve tensors.
 RANK_FILE = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?(?:/model(?:_optim)?_rng\.pt|_model_states\.pt)", re.ASCII)
 ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,3})_?optim_states\.pt", re.ASCII)
 SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # files of Megatron v3.0 and later
-MAX_TENSORS = 20_000  # A layer has twelve tensors.
 
 
 class RankFile(NamedTuple):
-    """The file of a rank.
+    """The opened file of a rank.
 
+    top: the dictionary in the file.
     weights: the weights by our names, in file order, with `EMBEDDINGS_FOR_HEAD`.
     """
 
@@ -93,7 +95,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def detect_megatron_format(path: Path) -> str:
-    """Return the format of the file of a rank. Raises ValueError if the file holds no model."""
+    """Return the format of `path`, the file of a rank. Raises ValueError if the file holds no model."""
     with file_errors(path):
         top = load_torch_file(path)
         if path.name.endswith("_states.pt") or "module" in top:
@@ -160,8 +162,8 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Log) -> Foreign
 
 
 def _zero_files(path: Path, tp_size: int) -> list[list[Path]]:
-    """Return the files of ZeRO's optimizer of each model-parallel rank, by data-parallel rank; [] without such
-    files."""
+    """Return ZeRO's optimizer files: for each model-parallel rank, a list by data-parallel rank. Return [] if there are
+    none."""
     found = {
         (int(match[2]), int(match[1])): file for file in path.iterdir() if (match := ZERO_FILE.fullmatch(file.name))
     }

@@ -37,7 +37,7 @@ from megatron.gpt2.pipeline.schedule import (
 )
 from mpu.partition import PartitionSpec
 
-# The last pipeline stage has a copy of the tied word embeddings, in Megatron Core output_layer.weight.
+# The last pipeline stage has a copy of the tied word embeddings, which Megatron Core calls output_layer.weight.
 EMBEDDINGS_FOR_HEAD = "word_embeddings_for_head.weight"
 TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key, which Megatron does not read.
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
@@ -55,7 +55,7 @@ MEGATRON_CORE_WORDS = {
     "word_embeddings_for_head": "output_layer",
 }
 NATIVE_WORDS = {core_word: word for word, core_word in MEGATRON_CORE_WORDS.items()} | {
-    "encoder": "transformer",  # v2.6 and later have this name.
+    "encoder": "transformer",  # the name since v2.6
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "final_norm": "final_layernorm",
@@ -84,7 +84,7 @@ TRAIN_ARGS = ("micro_batch_size", "seed")
 PIPELINE_FLAG, VIRTUAL_FLAG = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 WITH_PIPELINE = ("megatron-v2", "megatron-v3", "megatron-core")
 Specs = Mapping[str, PartitionSpec]
-RankState = tuple[object, Mapping[str, LazyTensors]]  # a rank's file, and its tensors by kind and our name
+RankState = tuple[object, Mapping[str, LazyTensors]]  # (a rank's file, its tensors by kind and our name)
 
 
 # --- names
@@ -165,7 +165,7 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
         f"{FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG}: only megatron-core has stages of different sizes, not {format}",
     )
     layers = layers_of_virtual_stages(model.num_layers, pp_size, vpp_size, layout.first, layout.last)
-    # the sizes of the chunks of each stage
+    # the numbers of layers of the chunks, by stage
     sizes = [list(map(len, layers[stage::pp_size])) for stage in range(pp_size)]
     middle = sizes[layout.first is not None : pp_size - (layout.last is not None)]
     is_even = all(min(chunks) == max(chunks) for chunks in sizes) and all(chunks == middle[0] for chunks in middle)
@@ -190,7 +190,7 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
 def merge_ranks(
     ranks: Sequence[RankState], specs: Specs, tp_size: int, order: Callable[[Tensor], Tensor] | None = None
 ) -> TensorsByKind:
-    """Merge the shards of all ranks to the tensors of each kind (model, master, ...) for all parameters.
+    """Merge the shards of all ranks. Return the tensors by kind (model, master, ...) and our name.
 
     order: permutes a rank's QKV rows to our order.
 
@@ -265,9 +265,9 @@ def infer_model_config(
 
     top: the file's other entries, such as "args".
     shapes: the shapes by our names, of one of `tp_size` ranks.
-    file_sizes: values of arguments that follow from the files.
+    file_sizes: {name of an argument: the value that follows from the files}.
 
-    Raises ValueError, in one line, if these contradict each other.
+    Raises ValueError, in one line, if files, arguments and hints contradict each other.
     """
     args, shape = namespace_dict(top.get("args")), partial(matrix_shape, shapes)
     for name in UNSUPPORTED_ARGS:
@@ -319,8 +319,8 @@ def infer_model_config(
 
 
 def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
-    """Return the configuration with Megatron's padding of the vocabulary, to a multiple of
-    `make_vocab_size_divisible_by` times the tensor-parallel size. Our padded size is a multiple of both numbers."""
+    """Return the configuration with Megatron's padding of the vocabulary. Megatron pads to a multiple of the product of
+    `make_vocab_size_divisible_by` and the tensor-parallel size, this project to a multiple of each of the two."""
     model = check_metadata(source)
     require(
         model.num_attention_heads % tp_size == 0 and model.ffn_size % tp_size == 0,

@@ -43,8 +43,7 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 # For each parameter of each param group, there is a dictionary of tensors by kind.
 ParamGroups = list[list[dict[str, Tensor]]]
-# The state consists of the tensors by kind and our name, the saved optimizer with the loss scaler, Adam's param groups,
-# and its steps.
+# (tensors by kind and our name, saved optimizer with the loss scaler, Adam's param groups, number of steps)
 RankOptimizer = tuple[dict[str, LazyTensors], Entries, list[Any], int]
 
 
@@ -63,7 +62,7 @@ SCHEDULE_KEYS = {  # Megatron of 2019 counts iterations, later versions count sa
     "megatron-v2": ScheduleKeys("max_lr", "decay_style", "warmup_steps", "decay_steps", "num_steps"),
     "megatron-v3": ScheduleKeys("max_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps"),
 }
-DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # the names of 2019, and ours
+DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # {name of 2019: our name}
 PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("train_iters", "global_batch_size")}
 
 
@@ -94,9 +93,9 @@ def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensor
     """Read the optimizer of a rank that DeepSpeed sharded.
 
     files: the files by data-parallel rank.
-    top, weights: the contents of the model's file.
+    top, weights: the dictionary and the weights in the model's file of the rank.
 
-    Raises ValueError, LookupError or another error of parsing if the files do not belong together.
+    Raises one of `PARSE_ERRORS` if the files do not belong together.
     """
     parts = [load_torch_file(file)["optimizer_state_dict"] for file in files]
     rank_0, adams = parts[0], [part["base_optimizer_state"] for part in parts]
@@ -140,7 +139,7 @@ def megatron_adam_metadata(
     line for each setting that our flags do not have.
 
     top: all entries of the file.
-    optimizer: its optimizer.
+    optimizer: the entry with the optimizer.
     groups: Adam's param groups.
     """
     args = namespace_dict(top.get("args"))
@@ -274,8 +273,8 @@ def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 
 def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Log) -> dict[str, Any] | None:
-    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3. None if the format does not have
-    the schedule of `source`."""
+    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3. Return None if the format
+    does not have the schedule of `source`."""
     config, metadata = optimizer_config(source), source.metadata
     style, is_2019 = config.lr_decay_style, format == "megatron-2019"
     batch: Any = metadata.get("global_batch_size")

@@ -289,7 +289,7 @@ def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) ->
 
 
 def adam_step(source: BaseCheckpoint) -> Tensor:
-    """Return the number of steps in the form of torch's AdamW."""
+    """Return the number of AdamW's steps as torch stores it, a tensor of float32."""
     return torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
 
 
@@ -390,7 +390,7 @@ def open_dcp(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
 def _named_state(
     folder: DcpCheckpoint, states: Mapping[tuple[str, str], LazyTensor], weights: LazyTensors
 ) -> OptimizerState:
-    """Read AdamW's state, which a DCP folder has by parameter name.
+    """Read AdamW's state, which a DCP folder stores by parameter name.
 
     states: the tensors by kind, such as "exp_avg", and parameter.
     """

@@ -16,7 +16,7 @@ from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode, find_merge
 from megatron.gpt2.formats.foreign_checkpoint import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's tokenizer takes 3.5 MB.
-# Settings that change the ids of a text, with the allowed values. None: files of older versions lack the setting.
+# Settings that change the ids of a text, with the allowed values. None stands for a missing setting.
 REQUIRED_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {
         "type": ("BPE",),
@@ -57,7 +57,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
 
 
 def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the merge that gives each token of several bytes."""
+    """Return for each token of several bytes the two tokens that are merged to it."""
     ranks = {token: rank for rank, token in enumerate(ranked)}
     merges = []
     for rank, token in enumerate(ranked):

@@ -142,7 +142,7 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
             objects = {name: f"{BUCKET_PREFIX}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
             optimizer = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
         else:
-            states, optimizer = kinds, top["optimizer"]  # fp32 weights have no masters
+            states, optimizer = kinds, top["optimizer"]
         # With masters, Adam's state is inside a dictionary that also has the loss scaler.
         inner = optimizer.get("optimizer", optimizer)
         groups, state = inner["param_groups"], inner.get("state", {})
@@ -234,7 +234,7 @@ def _bucket_states(
     virtual = _positive_arg(args, "virtual_pipeline_model_parallel_size")
     ends = (_positive_arg(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     core = MegatronLayout(tp_size, pp_size, virtual and model.num_layers // (pp_size * virtual), *ends)
-    # {buffer: {bucket: name in the folder, without the kind}}
+    # {(rank, number of the buffer): {number of the bucket: name in the folder, without the kind}}
     buffers: dict[tuple[int, int], dict[int, str]] = {}
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
@@ -264,10 +264,9 @@ def _bucket_states(
 
 
 def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
-    """Sort the parameters of a chunk by the order of the rank's modules. Return our names of the parameters, and
-    `EMBEDDINGS_FOR_HEAD`.
+    """Return our names of the parameters of a chunk, and `EMBEDDINGS_FOR_HEAD`, in the order of the rank's modules.
 
-    chunk: our name of each parameter, by the rank's name.
+    chunk: {name in the chunk: our name}.
     """
 
     def position(name: str) -> tuple[int, ...]:
@@ -355,7 +354,8 @@ def write_torch_dist(source: BaseCheckpoint, out: str | Path, layout: MegatronLa
 
 
 def torch_dist_name(name: str) -> str:
-    """Return the name in torch_dist, such as decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
+    """Return torch_dist's name of the parameter `name`, such as
+    decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
     result = re.sub(r"\.layers\.\d+\.", ".layers.", core_name(name))
     for plain, fused in FUSED.items():
         result = result.replace(plain, fused)

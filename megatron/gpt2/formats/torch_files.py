@@ -39,10 +39,9 @@ from megatron.gpt2.formats.foreign_checkpoint import (
 )
 from mpu.partition import TensorSlice
 
-ZIP = b"PK\x03\x04"
 MAX_DIRECTORY_BYTES = 2 << 20  # the largest directory of a zip file; 20,000 records need less
+ZIP = b"PK\x03\x04"
 MAGIC = 0x1950A86A20F9469CFC6C  # A legacy stream starts with this number, then with version 1001.
-BUDGET = 1_250_000  # instructions; twice the need of a 72-layer model with Adam's state, less than half a second
 STORAGE_DTYPES = {
     "Half": torch.float16,
     "BFloat16": torch.bfloat16,
@@ -55,6 +54,8 @@ STORAGE_DTYPES = {
     "Byte": torch.uint8,
     "Bool": torch.bool,
 }
+# The number of pickle instructions is limited. A 72-layer model with Adam's state needs half of them.
+BUDGET = 1_250_000
 STORAGES = {
     f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in STORAGE_DTYPES.items()
 }
@@ -72,6 +73,7 @@ ALLOWED_NAMES = re.compile(
     re.ASCII,
 )
 DCP_METADATA = ".metadata"
+FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # a name that does not lead out of the folder
 MAX_METADATA_BYTES = 16 << 20
 # the names of torch's and Megatron Core's classes that `.metadata` of real programs contains.
 ALLOWED_DCP_NAMES = re.compile(
@@ -82,10 +84,9 @@ ALLOWED_DCP_NAMES = re.compile(
     r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath|collections\.OrderedDict",
     re.ASCII,
 )
-FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # a name that does not lead out of the folder
 # (dtype, key, number of elements) -> first byte in the file
 FindStorage = Callable[[torch.dtype, str, int], int]
-Storage = tuple[torch.dtype, int, int]  # dtype, first byte in the file, number of elements
+Storage = tuple[torch.dtype, int, int]  # (dtype, first byte in the file, number of elements)
 
 
 class _BoundedMmap(mmap.mmap):
@@ -244,7 +245,7 @@ class DcpCheckpoint(BaseCheckpoint):
     """A DCP folder, opened for reading.
 
     tensors: the tensors by their names in `.metadata`.
-    objects: regions by name.
+    objects: the regions of other objects by their names.
 
     Raises ValueError, in one line, if a file is missing or too short, or if slices do not cover their tensor.
     """
@@ -262,7 +263,7 @@ class DcpCheckpoint(BaseCheckpoint):
             listed, size = max(*ends, sum(region.length for region in regions)), file_path.stat().st_size
             require(listed <= size, f"{file_path}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
         with file_errors(path / DCP_METADATA):
-            for name, info in self.tensors.items():  # after the file sizes, because their check is faster
+            for name, info in self.tensors.items():  # The file sizes are checked first, which is faster.
                 check_coverage(name[:120], info.shape, [tensor_slice for tensor_slice, _ in self._parts[name]])
 
     def saved_slices(self, name: str, target: TensorSlice) -> Iterator[tuple[TensorSlice, Callable[[], Tensor]]]:
