@@ -308,7 +308,6 @@ class Copy:
     to: str
     size: int
     stream: int
-    place: str
 
 
 @dataclass
@@ -497,10 +496,9 @@ class FakeGPU(TorchDispatchMode):
                 made = torch.empty(source.shape, dtype=dtype)
             if asynchronous:  # torch allocates pinned memory.
                 self._pin(made)
-        copied = Copy(end, source.numel() * source.element_size(), FakeStream.current.number, where())
-        self.copies.append(copied)
+        self.copies.append(Copy(end, source.numel() * source.element_size(), FakeStream.current.number))
         self._check_pending([source], [made])
-        self._order.work([source], [made], copied.place)
+        self._order.work([source], [made], where())
         host = source if begin == "cpu" else made
         is_number = begin == "cpu" and source.dim() == 0
         if not is_number and not (asynchronous and host.untyped_storage()._cdata in self._pinned):

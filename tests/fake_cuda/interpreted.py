@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import mpu
 from mpu import kernels
@@ -31,25 +30,6 @@ ULP = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_its_own_check_finds_nothing(kernel: TritonKernel[Any, Any], dtype: torch.dtype):
     assert kernel.compare(torch.device("cpu"), dtype) == ""
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_its_own_check_finds_a_wrong_value_in_each_result(
-    kernel: TritonKernel[Any, Any], monkeypatch: pytest.MonkeyPatch
-):
-    right, device = kernel.kernel, torch.device("cpu")
-    for index in range(len(kernel._results(right, next(iter(kernel.examples(torch.bfloat16))), device))):
-
-        def wrong(*args: Any, index: int = index) -> Any:
-            made = right(*args)
-            written = [args[number] for number in kernel.written]
-            result = [x for x in tree_leaves((made, written)) if isinstance(x, Tensor) and x.numel()][index:]
-            if result:
-                result[0].view(-1)[-1] += 0.1 * result[0].abs().max()
-            return made
-
-        monkeypatch.setattr(kernel, "kernel", wrong)
-        assert "differs from its reference" in kernel.compare(device, torch.bfloat16)
 
 
 def add_one(stats: Tensor) -> Tensor:
