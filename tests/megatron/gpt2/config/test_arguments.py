@@ -13,6 +13,7 @@ import pytest
 from data_utils import BatchSchedule
 from megatron.gpt2.config import (
     SECTIONS,
+    OptimizerConfig,
     TrainConfig,
     config_fields,
     flag_name,
@@ -32,14 +33,12 @@ def read(line: str) -> Arguments:
     return parse(line.split())
 
 
-def saved(line: str, **changes: object) -> dict[str, dict[str, object]]:
-    """Return the configuration that a run with the command line stores, after a round trip through JSON."""
-    config = json.loads(json.dumps(read(line).config.as_dict()))
-    config["data"]["tokenizer_type"] = config["data"]["tokenizer_type"] or "builtin"
-    config["model"]["vocab_size"] = 2048
-    for key, value in changes.items():
-        next(section for section in config.values() if key in section)[key] = value
-    return config
+TRAINED = " --tokenizer-type builtin --vocab-size 2048"  # A run gets these values from its tokenizer.
+
+
+def saved(line: str) -> dict[str, dict[str, object]]:
+    """Return the configuration that a checkpoint of a run with this command line stores, as read from its JSON."""
+    return json.loads(json.dumps(read(TRAINED + " " + line).config.as_dict()))
 
 
 def test_without_flags_the_quickstart_runs():
@@ -69,7 +68,7 @@ def test_345m_is_the_published_example():
 def test_each_preset_is_a_valid_configuration():
     assert SHAPES["8.3b"] == (72, 3072, 32) and len(PRESETS) == 8
     for name in PRESETS:
-        assert parse(["--model", name]).config.model.hidden_size
+        assert read(f"--model {name}").config.model.hidden_size
 
 
 def test_flags_override_the_preset():
@@ -176,10 +175,21 @@ def test_ignored_flags_are_noted_once():
         "--zero-stage 2 --pipeline-model-parallel-size 2": "leave it out (--zero-stage 1)",
         "--cpu-offloading-num-layers 9": "--cpu-offloading-num-layers 9 is more than --num-layers 4",
         "--optimizer muon --cpu-offload-optimizer": "--optimizer muon and --cpu-offload-optimizer: only AdamW runs",
+        "--rampup-batch-size 4 2": "it takes START, INCREMENT and SAMPLES",
+        "--rampup-batch-size 4 3 9 --global-batch-size 8": "steps of 3 samples do not lead from 4 to --",
+        "--micro-batch-size 2 --rampup-batch-size 4 2 9 --global-batch-size 8": "6 is not divisible by --micro-batch-"
+        "size 2 × 2 data-parallel ranks: give a --micro-batch-size that fits, or another batch size",
+        "--step-batch-size-schedule 0:x": "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE",
+        # 31 tokens are less than a sample, so both sizes would begin at sample 0.
+        "--seq-length 32 --step-batch-size-schedule 0:4,31:8": "31:8 is not a valid next TOKENS:SIZE",
+        "--step-batch-size-schedule 1B:4": "1B:4: the first TOKENS must be 0, and sizes must not fall",
+        "--step-batch-size-schedule 0:8 1B:4": "0:8 1B:4: the first TOKENS must be 0, and sizes must not fall",
+        "--step-batch-size-schedule 0:4 1B:8 --global-batch-size 4": "4 is not the last size of --step-",
+        "--step-batch-size-schedule 0:4 --rampup-batch-size 4 4 9": "give --rampup-batch-size or --step-",
     }.items(),
 )
 def test_errors_are_one_line_that_names_the_flag(line, message):
-    assert message in error_line(lambda: read(line).config)
+    assert message in error_line(lambda: read(line).config.batch_schedule(2))
 
 
 @pytest.mark.parametrize(
@@ -249,21 +259,12 @@ def test_shape_and_tokenizer_come_from_the_checkpoint():
 
 
 def test_without_a_model_the_run_of_the_checkpoint_continues():
-    before = saved(
-        SMALL + "--batch-size 3 --train-data a b --split 8,1,1 --warmup .3 --fp16 --device cpu --seed 7 "
-        "--exit-interval 5 --lr-decay-style WSD --min-lr 1e-4"
+    line = (
+        SMALL + "--batch-size 3 --train-data a b --split 8,1,1 --warmup .3 --fp16 --seed 7 --lr-decay-style WSD "
+        "--min-lr 1e-4"
     )
-    arguments = merge_checkpoint(read("--load x"), before)
-    config = arguments.config
-    assert (config.train.train_iters, config.train.micro_batch_size, config.train.seed) == (20, 3, 7)
-    assert (config.data.train_data, config.data.split, config.optimizer.lr_warmup_fraction) == (
-        ("a", "b"),
-        "8,1,1",
-        0.3,
-    )
-    assert (config.train.precision, config.optimizer.weight_decay) == ("fp16-on-gpu", 0.01)
-    assert (config.train.device, config.train.exit_interval, config.checkpoint.save) == ("auto", None, "x")
-    assert arguments.preset is None
+    before = saved(line + " --device cpu --exit-interval 5")  # These two settings are not taken from the checkpoint.
+    assert merge_checkpoint(read("--load x"), before).config == read(line + " --load x" + TRAINED).config
     longer = merge_checkpoint(read("--load x --train-tokens 99 --data-path p"), before).config
     assert (longer.train.train_iters, longer.data.train_data, longer.data.data_path) == (None, (), ("p",))
     tuned = merge_checkpoint(read("--load x --finetune --lr 1e-4"), before).config
@@ -306,46 +307,44 @@ def test_flags_may_repeat_the_checkpoint_and_some_may_differ():
     assert config.optimizer.lr_decay_iters is None  # The learning rate decays over all 40 iterations.
 
 
-def schedule(line: str, before: str, **changes: object) -> tuple[object, ...]:
-    o = merge_checkpoint(read(line), saved(before, **changes)).config.optimizer
-    return o.lr, o.lr_decay_style, o.lr_decay_iters, o.lr_warmup_fraction, o.lr_warmup_iters
+def merged(line: str, before: str) -> OptimizerConfig:
+    return merge_checkpoint(read(line), saved(before)).config.optimizer
+
+
+ITERATIONS = SMALL + "--lr-decay-style cosine --lr-warmup-iters 5 --lr-decay-iters 30"
+SAMPLES = SMALL + "--lr-warmup-samples 5 --lr-decay-samples 30"
 
 
 def test_schedule_comes_from_the_checkpoint_unless_given():
-    before = SMALL + "--lr-decay-style cosine --lr-warmup-iters 5 --lr-decay-iters 30"
-    assert schedule("--train-iters 40", before) == (1e-3, "cosine", 30, 0.01, 5)
-    assert schedule("--lr 1e-3 --lr-decay-iters 30", before) == (1e-3, "cosine", 30, 0.01, 5)
-    assert schedule("--model 345m --lr 3e-4", "--model 345m --lr 3e-4", tokenizer_type="GPT2BPETokenizer")[0] == 3e-4
-    notes = merge_checkpoint(read("--num-layers 2"), saved(before)).notes
+    for line, before in (
+        ("--train-iters 40", ITERATIONS),
+        ("--lr 1e-3 --lr-decay-iters 30", ITERATIONS),
+        ("--load x", SAMPLES),
+        ("--lr-decay-samples 30 --lr-warmup-samples 5", SAMPLES),
+    ):
+        assert merged(line, before) == read(before).config.optimizer
+    notes = merge_checkpoint(read("--num-layers 2"), saved(ITERATIONS)).notes
     assert notes == (
         "schedule from the checkpoint: --lr 0.001 --lr-decay-style cosine --lr-decay-iters 30 --lr-warmup-iters 5",
     )
 
 
 def test_a_different_schedule_is_an_error_with_two_alternatives():
-    before = SMALL + "--warmup .1"
-    for line in ("--lr 2e-3", "--lr-decay-style WSD", "--lr-decay-iters 50", "--lr-warmup-iters 5", "--warmup .2"):
+    for line, before in (
+        ("--lr 2e-3", ITERATIONS),
+        ("--lr-decay-style WSD", ITERATIONS),
+        ("--lr-decay-iters 50", ITERATIONS),
+        ("--warmup .2", ITERATIONS),
+        ("--lr-decay-samples 31", SAMPLES),
+        ("--lr-warmup-iters 5", SAMPLES),
+    ):
         with pytest.raises(ValueError, match="--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler"):
-            schedule(line, before)
+            merged(line, before)
         own = "--num-layers 2 " + line + " --override-lr-scheduler"
-        assert merge_checkpoint(read(own), saved(before)).config.optimizer == read(own).config.optimizer
-        assert schedule(line + " --use-checkpoint-lr-scheduler", before) == (1e-3, "linear", 20, 0.1, None)
-        assert schedule(line + " --finetune --load x", before) == schedule(line + " --override-lr-scheduler", before)
-
-
-def test_a_schedule_in_samples():
-    before = SMALL + "--lr-warmup-samples 5 --lr-decay-samples 30"
-
-    def merged(line: str) -> tuple[object, ...]:
-        o = merge_checkpoint(read(line), saved(before)).config.optimizer
-        return o.lr_decay_iters, o.lr_decay_samples, o.lr_warmup_iters, o.lr_warmup_samples
-
-    assert merged("--load x") == merged("--lr-decay-samples 30 --lr-warmup-samples 5") == (None, 30, None, 5)
-    assert merged("--lr-decay-samples 31 --use-checkpoint-lr-scheduler") == (None, 30, None, 5)
-    assert merged("--num-layers 2 --lr-decay-iters 9 --override-lr-scheduler") == (9, None, None, None)
-    for line in ("--lr-decay-samples 31", "--lr-warmup-iters 5"):
-        with pytest.raises(ValueError, match="--override-opt-param-scheduler "):
-            merged(line)
+        assert merged(own, before) == read(own).config.optimizer
+        takes = " --use-checkpoint-lr-scheduler"
+        assert merged(line + takes, before) == read(before + takes).config.optimizer
+    assert merged("--lr 2e-3 --use-checkpoint-lr-scheduler", SMALL).lr_decay_iters == 20
 
 
 @pytest.mark.parametrize(
@@ -364,13 +363,13 @@ def test_a_schedule_in_samples():
     ],
 )
 def test_flags_without_effect_are_logged(line: str, device: str, said: list[str]):
-    lines = list(ignored_flags(parse(line.split()).config, device))
+    lines = list(ignored_flags(read(line).config, device))
     assert len(lines) == len(said)
     for words, expected in zip(lines, said, strict=True):
         assert words.startswith("--") and expected in words
 
 
-RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8".split()
+RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8 --micro-batch-size"
 
 
 @pytest.mark.parametrize(
@@ -384,50 +383,26 @@ RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8".split()
     }.items(),
 )
 def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
-    config = parse(f"--micro-batch-size 2 --seq-length 32 {flags}".split()).config
+    config = read(f"--micro-batch-size 2 --seq-length 32 {flags}").config
     assert config.batch_schedule(2) == BatchSchedule(stages)
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    {
-        "--rampup-batch-size 4 2": "it takes START, INCREMENT and SAMPLES",
-        "--rampup-batch-size 4 3 9 --global-batch-size 8": "steps of 3 samples do not lead from 4 to --",
-        "--rampup-batch-size 4 2 9 --global-batch-size 8": "6 is not divisible by --micro-batch-size 2 × 2 data-"
-        "parallel ranks: give a --micro-batch-size that fits, or another batch size",
-        "--step-batch-size-schedule 0:x": "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE",
-        # 31 tokens are less than a sample, so both sizes would begin at sample 0.
-        "--step-batch-size-schedule 0:4 31:8": "31:8 is not a valid next TOKENS:SIZE",
-        "--step-batch-size-schedule 1B:4": "1B:4: the first TOKENS must be 0, and sizes must not fall",
-        "--step-batch-size-schedule 0:8 1B:4": "0:8 1B:4: the first TOKENS must be 0, and sizes must not fall",
-        "--step-batch-size-schedule 0:4 1B:8 --global-batch-size 4": "4 is not the last size of --step-",
-        "--step-batch-size-schedule 0:4 --rampup-batch-size 4 4 9": "give --rampup-batch-size or --step-",
-    }.items(),
-)
-def test_errors_of_batch_size_schedules_are_one_line(flags: str, message: str):
-    line = f"--micro-batch-size 2 --seq-length 32 {flags}"
-    assert message in error_line(lambda: read(line).config.batch_schedule(2))
-
-
 def test_past_batch_sizes_may_be_too_small_for_more_ranks():
-    config = parse(["--micro-batch-size", "2", *RAMP]).config
+    config = read(RAMP + " 2").config
     assert config.batch_schedule(4, consumed_samples=12).final == 8
     with pytest.raises(ValueError, match="4 is not divisible"):
         config.batch_schedule(4, consumed_samples=8)
 
 
 def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path):
-    first = parse(["--micro-batch-size", "4", *RAMP])
-    assert first.config.train.rampup_batch_size == (4, 4, 9)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"version": 1, "global_batch_size": 8, "config": first.config.as_dict()}))
-
-    def stages(flags: str) -> tuple[tuple[int, int], ...]:
-        return parse(["--config", str(file), *flags.split()]).config.batch_schedule(1).milestones
-
-    assert stages("--micro-batch-size 1 --global-batch-size 12") == ((0, 4), (5, 8), (9, 12))
-    assert stages("--step-batch-size-schedule 0:16") == ((0, 16),)
-    assert stages("--rampup-batch-size") == ((0, 8),)
+    write_config(tmp_path, read(RAMP + " 4").config, {"global_batch_size": 8}, continues=False)
+    for flags, stages in (
+        ("--micro-batch-size 1 --global-batch-size 12", ((0, 4), (5, 8), (9, 12))),
+        ("--step-batch-size-schedule 0:16", ((0, 16),)),
+        ("--rampup-batch-size", ((0, 8),)),
+    ):
+        schedule = read(f"--config {tmp_path}/config.json {flags}").config.batch_schedule(1)
+        assert schedule.milestones == stages
 
 
 def test_config_of_a_fine_tuned_run_keeps_the_folder_of_its_weights(tmp_path: Path):
@@ -441,10 +416,8 @@ def test_config_of_a_fine_tuned_run_keeps_the_folder_of_its_weights(tmp_path: Pa
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     line = "--num-layers 2 --lr 1e-3 --train-data a --load s --save s --vocab-size 9"
-    settings = {"version": 1, "global_batch_size": 8, "config": parse(line.split()).config.as_dict()}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
+    write_config(tmp_path, read(line).config, {"global_batch_size": 8}, continues=False)
+    return tmp_path / "config.json"
 
 
 def test_only_non_default_values_are_read(config: Path):
@@ -470,7 +443,7 @@ def test_only_non_default_values_are_read(config: Path):
 )
 def test_errors_of_a_config_file(config: Path, change: dict[str, Any], message: str):
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
-    said = error_line(lambda: parse(["--config", str(config)]))
+    said = error_line(lambda: read(f"--config {config}"))
     assert said.startswith(f"--config {config}") and message in said
 
 

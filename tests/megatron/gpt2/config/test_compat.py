@@ -101,14 +101,6 @@ def test_refused(line: str, message: str):
     assert message in error_of(line)
 
 
-def test_settings_that_must_have_the_only_value():
-    line = "--hidden-size 64 --num-attention-heads 4 --kv-channels 16 --group-query-attention --num-query-groups 4"
-    assert parse(line.split()).notes == (
-        "--kv-channels 16: it is --hidden-size / --num-attention-heads, the only size",
-        "--num-query-groups 4: must be equal to --num-attention-heads",
-    )
-
-
 def test_the_page_of_flags_is_up_to_date():
     page = tool("flag_table").flags_page()
     assert ": only 1: parallelism is tensor, pipeline and data: use --tensor-model-parallel-size" in page
@@ -140,19 +132,14 @@ def read(folder: Path, content: Any, *flags: str) -> Arguments:
 
 
 def test_translated_keys(tmp_path: Path):
-    arguments = read(tmp_path, WHOLE)
-    t, o, p = arguments.config.train, arguments.config.optimizer, arguments.config.parallel
-    assert (t.global_batch_size, t.micro_batch_size, t.precision, o.clip_grad) == (32, 4, "fp16-on-gpu", 0.5)
-    assert (o.loss_scale, o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
-        None,
-        65536.0,
-        500,
-        3,
-        2.0,
+    same = (
+        "--global-batch-size 32 --micro-batch-size 4 --clip-grad .5 --precision fp16-on-gpu "
+        "--initial-loss-scale 65536 --loss-scale-window 500 --hysteresis 3 --min-loss-scale 2 --lr 3e-4 "
+        "--adam-beta1 .8 --adam-beta2 .99 --adam-eps 1e-7 --weight-decay .1 --use-distributed-optimizer "
+        "--cpu-offload-optimizer --ddp-bucket-size 50000000 --partition-activations --checkpoint-in-cpu"
     )
-    assert (p.use_distributed_optimizer, p.cpu_offload_optimizer, p.ddp_bucket_size) == (True, True, 50_000_000)
-    assert (p.partition_activations, p.checkpoint_in_cpu, p.sequence_parallel) == (True, True, False)
-    assert (o.lr, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (3e-4, 0.8, 0.99, 1e-7, 0.1)
+    arguments = read(tmp_path, WHOLE)
+    assert arguments.config == parse(same.split()).config
     notes = "\n".join(arguments.notes)
     assert "train_batch_size 32: read as --global-batch-size" in notes
     assert "gradient_accumulation_steps 2: read as --gradient-accumulation-steps, unless" in notes
