@@ -116,6 +116,10 @@ def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
         ("--seq-length 16 --lr-decay-tokens 1_600", "optimizer.lr_decay_samples", 100),
         ("--seq-length 16 --lr-warmup-tokens 1.6e2", "optimizer.lr_warmup_samples", 10),
         ("--padded-vocab-size 50304", "model.make_vocab_size_divisible_by", 50304),
+        ("--hidden-size 64 --num-attention-heads 4 --kv-channels 16 --num-query-groups 4", "model.hidden_size", 64),
+        # In Megatron today, the first profiled iteration is the one after --profile-step-start.
+        ("--profile --use-pytorch-profiler", "train.profile", (11, 12)),
+        ("--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 3", "train.profile", (5, 6)),
         ("--use-mup --mup-base-hidden-size 64 --mup-base-head-dim 64 --mup-output-mult 1", "model.mup_base_width", 64),
     ],
 )
@@ -175,6 +179,9 @@ def test_ignored_flags_are_noted_once():
         "--zero-stage 2 --pipeline-model-parallel-size 2": "leave it out (--zero-stage 1)",
         "--cpu-offloading-num-layers 9": "--cpu-offloading-num-layers 9 is more than --num-layers 4",
         "--optimizer muon --cpu-offload-optimizer": "--optimizer muon and --cpu-offload-optimizer: only AdamW runs",
+        "--profile 5": "--profile takes the first iteration and the last",
+        "--profile --profile-step-start 20": "--profile takes the first iteration and the last",
+        "--profile --profile-step-start x": "--profile-step-start x",
         "--rampup-batch-size 4 2": "it takes START, INCREMENT and SAMPLES",
         "--rampup-batch-size 4 3 9 --global-batch-size 8": "steps of 3 samples do not lead from 4 to --",
         "--micro-batch-size 2 --rampup-batch-size 4 2 9 --global-batch-size 8": "6 is not divisible by --micro-batch-"
