@@ -63,23 +63,18 @@ def test_gpu_present(tmp_path):
 
 def test_precision(monkeypatch):
     chosen = on.choose_precision
-    for native, of_cpu in (("amx_bf16", torch.bfloat16), ("", torch.float32)):
-        monkeypatch.setattr(on, "cpu_bf16_feature", lambda: native)  # noqa: B023
-        dtype, why = chosen("fp16-on-gpu", CPU)
-        assert dtype == of_cpu and why.startswith("notice: --fp16 on a CPU means --precision auto; precision: ")
+    for found, said in (
+        ("avx512_bf16 amx_bf16 amx_tile", "bf16 (this CPU has amx_bf16)"),
+        ("neon bf16", "bf16 (this CPU has bf16)"),
+        ("avx2", "fp32 (this CPU has no bf16 arithmetic: AMX, avx512_bf16)"),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(found.split(), True))  # noqa: B023
+        assert chosen("fp16-on-gpu", CPU)[1] == f"notice: --fp16 on a CPU means --precision auto; precision: {said}"
     gpus(monkeypatch, 1, (8, 0))
     assert chosen("auto", GPU)[0] == torch.bfloat16
     gpus(monkeypatch, 1, (7, 5))
     assert chosen("auto", GPU) == (torch.float16, "precision: fp16 (sm75 has no bf16, which starts with sm80)")
     assert chosen("fp16-on-gpu", GPU) == (torch.float16, "precision: fp16 (--precision fp16-on-gpu)")
-
-
-@pytest.mark.parametrize(
-    "found, feature", [("avx512_bf16 amx_bf16 amx_tile", "amx_bf16"), ("avx2", ""), ("neon bf16", "bf16")]
-)
-def test_cpu_bf16(monkeypatch, found, feature):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(found.split(), True))
-    assert on.cpu_bf16_feature() == feature
 
 
 def test_backend(monkeypatch):

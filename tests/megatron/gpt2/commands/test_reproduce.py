@@ -3,13 +3,12 @@ examples/grammar.py."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import random
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -47,15 +46,10 @@ def test_loss_near_the_entropy(tmp_path: Path) -> None:
         assert main([save_losses(tmp_path, {400: wrong}), "--entropy", "0.3988"]) == 1
 
 
-@pytest.fixture(scope="module")
-def grammar() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("grammar", ROOT / "examples" / "grammar.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_entropy_is_that_of_all_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    grammar = importlib.import_module("grammar")
 
-
-def test_the_entropy_is_that_of_all_sentences(grammar: ModuleType) -> None:
     def texts(symbol: str) -> Counter[str]:
         """Return {text: probability} for all texts that the grammar makes from `symbol`."""
         found, rules = Counter[str](), grammar.GRAMMAR[symbol]

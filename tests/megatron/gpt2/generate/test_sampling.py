@@ -62,19 +62,16 @@ def test_distributions_equal_those_of_transformers(settings: dict[str, Any], spr
         torch.testing.assert_close(single.double(), theirs.softmax(0), rtol=1e-3, atol=1e-6)
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution_and_the_penalty() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
     sampler = Sampler(SamplingParams(temperature=2.0, top_k=3), [], 4, CPU)
     drawn = torch.tensor([sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(4000)])
     expected = filter_logits(logits, sampler.sampling).softmax(0)
     torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, expected, rtol=0, atol=0.03)
-
-
-def test_greedy_penalty_and_probability() -> None:
-    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
-    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0), [0], 4, CPU)
-    assert [sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(4)] == [1, 3, 1, 1]
-    assert sampler.draw(logits, logits.logsumexp(0))[1] == pytest.approx(float(logits.softmax(0)[1]))
+    greedy = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0), [0], 4, CPU)
+    draws = [greedy.draw(logits, logits.logsumexp(0)) for _ in range(4)]
+    assert [token for token, _ in draws] == [1, 3, 1, 1]
+    assert draws[0][1] == pytest.approx(float(logits.softmax(0)[1]))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests.megatron.gpt2.train.training_runs import finish, make_context, start,
 CASES = [
     ("--lr", "0.00015", "0.001"),
     ("checkpoint to start from", "iteration 0, none", "iteration 4, found"),
+    ("fingerprint of the training data", "", ""),
     ("number of threads (OMP_NUM_THREADS)", "1", "2"),
     ("", "", ""),
 ]
@@ -34,7 +35,11 @@ def errors_of_different_ranks(rank: int, world_size: int, folder: Path) -> list[
         return make_context(folder, f"--save {folder}/save{rank} {flags}", RankInfo(rank, world_size, rank, world_size))
 
     same = decided()
-    of_rank_1 = decided("--lr 1e-3"), dataclasses.replace(same, source="s", resume_metadata={"iteration": 4})
+    of_rank_1 = (
+        decided("--lr 1e-3"),
+        dataclasses.replace(same, source="s", resume_metadata={"iteration": 4}),
+        decided(f"--train-data {__file__}"),
+    )
     lines: list[str] = []
     with mock.patch.object(devices, "code_hash", lambda: str(rank)):
         check_settings_match(same, lines.append)
@@ -57,8 +62,8 @@ def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
     write_text(tmp_path)
     for rank, said in enumerate(run_ranks(errors_of_different_ranks, 2, tmp_path)):
         for line, (name, *values) in zip(said, CASES, strict=True):
-            expected = f"rank 1 has a different {name} than rank 0 (on rank {rank} it is {values[rank]}): start every"
-            assert line.startswith(expected) if name else not line, line
+            expected = f"rank 1 has a different {name} than rank 0 (on rank {rank} it is {values[rank]}"
+            assert line.startswith(expected) and "): start every rank with" in line if name else not line, line
 
 
 def one_rank_reads_different_data(rank: int, world_size: int, folder: Path) -> tuple[str, int]:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron.gpt2.generate.generation import GenerationRequest, generate
 from megatron.gpt2.generate.sampling import SamplingParams
-from megatron.gpt2.generate.scoring import score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.evaluate import evaluate
@@ -187,16 +186,17 @@ def test_16_bit_losses_are_close(folder: Path, references: dict[int, Any]) -> No
     of roundings. The bound of the norm is four times as large, because its errors do not average out."""
     roundoffs = {"bf16": 2**-9, "fp16": 2**-12}
     layouts = [LayoutCase(2, 1, 1, 8, f"--precision {name} --initial-loss-scale 1024") for name in roundoffs]
-    for results in run_ranks(train, 2, folder, layouts, 30):
+    losses, norms = references[4]["loss"][:10], references[4]["norm"][:10]
+    for results in run_ranks(train, 2, folder, layouts, 10):
         for roundoff, result in zip(roundoffs.values(), results, strict=True):
             assert not any(result["skipped"])
-            assert result["loss"] == pytest.approx(references[4]["loss"], rel=roundoff)
-            assert result["norm"] == pytest.approx(references[4]["norm"], rel=4 * roundoff)
-            assert result["loss"] != references[4]["loss"], "nothing was computed in 16 bits"
+            assert result["loss"] == pytest.approx(losses, rel=roundoff)
+            assert result["norm"] == pytest.approx(norms, rel=4 * roundoff)
+            assert result["loss"] != losses, "nothing was computed in 16 bits"
 
 
 def evaluate_and_generate(rank: int, world_size: int, folder: Path, layouts: list[LayoutCase]) -> list[dict[str, Any]]:
-    """Return a validation loss, greedy continuations and token scores of a run after two steps."""
+    """Return the validation loss, greedy continuations and the scores of a prompt after two steps."""
     found = []
     for number, layout in enumerate(layouts):
         save = f"--save {folder}/read_{world_size}_{number}"
@@ -207,14 +207,11 @@ def evaluate_and_generate(rank: int, world_size: int, folder: Path, layouts: lis
         greedy = SamplingParams(temperature=0, max_new_tokens=40)
         texts = [GenerationRequest([5, 6, 7], greedy), GenerationRequest([9] * 11, greedy, score_prompt=True)]
         generate(trainer.state.model, trainer.data.tokenizer, texts)
-        ids = trainer.data.splits.valid.rows(torch.arange(2).numpy()).ravel()
-        scores = score_windows(trainer.state.model, sliding_windows(ids, 32, 16), batch_size=2)
         finish(trainer)
         found.append(
             {
                 "loss": [loss.lm_loss, loss.bits_per_byte],
                 "texts": [text.ids for text in texts],
-                "nats": scores.nats.tolist(),
                 "prompt": [math.log(token.probability) for token in texts[1].prompt_tokens],
                 "leads": trainer.parallel.model_parallel_rank == 0,
             }
@@ -232,7 +229,6 @@ def test_evaluation_generation_and_scores_equal_one_rank(folder: Path) -> None:
         for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
             for result in results:
                 assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5), layout
-                assert result["nats"] == pytest.approx(expected["nats"], rel=1e-5) and any(result["nats"]), layout
             assert [r["texts"] for r in results if r["leads"]] == [expected["texts"]] * layout.data, layout
             for result in filter(operator.itemgetter("leads"), results):
                 assert result["prompt"] == pytest.approx(expected["prompt"], abs=1e-5) and len(result["prompt"]) == 10
