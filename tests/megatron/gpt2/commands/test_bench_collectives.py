@@ -33,9 +33,6 @@ def check_the_ring(rank: int, world_size: int) -> None:
             difference = (tensor - expected).abs().max().double() / expected.abs().max().double()
             assert difference <= {torch.int64: 0, torch.float32: 1e-6}.get(dtype, 1e-14), (count, dtype)
             assert all(torch.equal(other, tensor) for other in bench.gather_objects(tensor)), "ranks differ"
-    square = torch.full((33, 5), rank + 1.0)
-    bench.ring_all_reduce(square)  # `ring_all_reduce` accepts any shape.
-    assert torch.equal(square, torch.full((33, 5), world_size * (world_size + 1) / 2))
 
 
 def run_bench(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:

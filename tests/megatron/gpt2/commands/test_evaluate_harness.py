@@ -70,6 +70,20 @@ def program() -> dict[str, Any]:
     return names
 
 
+def scores(folder: Path, model: Any, **settings: Any) -> Figures:
+    """Return {(task, metric): value} of all tasks in the folder."""
+    return float_metrics(
+        lm_eval.simple_evaluate(
+            model,
+            tasks=list(TASKS),
+            task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
+            log_samples=False,
+            bootstrap_iters=0,
+            **settings,
+        )["results"]
+    )
+
+
 def float_metrics(results: dict[str, Any]) -> Figures:
     return {
         (task, name): value
@@ -79,29 +93,16 @@ def float_metrics(results: dict[str, Any]) -> Figures:
     }
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> Figures:
-    return float_metrics(
-        lm_eval.simple_evaluate(
-            "hf",
-            {"pretrained": str(folder / "exported"), "dtype": "float32"},
-            tasks=list(TASKS),
-            device="cpu",
-            task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
-            log_samples=False,
-            bootstrap_iters=0,
-        )["results"]
-    )
-
-
-def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = program()["main"]
     flags = ["--load", str(folder / "save"), "--include-path", str(folder / "tasks"), "--device", "cpu"]
     assert main([*flags, "--tasks", ",".join(TASKS), "--output", str(folder / "out.json")]) == 0
     assert capsys.readouterr().out.count("bits_per_byte") == 1
     result = json.loads((folder / "out.json").read_text())
     own = float_metrics(result["results"])
-    assert own == pytest.approx(expected, rel=1e-4) and {task for task, _ in own} == set(TASKS)
+    exported = {"pretrained": str(folder / "exported"), "dtype": "float32"}
+    theirs = scores(folder, "hf", model_args=exported, device="cpu")
+    assert own == pytest.approx(theirs, rel=1e-4) and {task for task, _ in own} == set(TASKS)
     assert 0.2 < own["choice", "acc,none"] < 1 and 0.2 < own["written", "exact_match,none"] < 1
     assert len(result["manifest_sha256"]) == 64
 
@@ -171,7 +172,6 @@ def test_the_detokenizer_is_that_of_lm_eval(test_data: Path) -> None:
 
 
 pytestmark = needs("aiohttp", "tenacity", "requests", extra="eval")
-Scores = dict[tuple[str, int], list[Any]]
 
 
 @pytest.fixture
@@ -181,47 +181,22 @@ def loaded(folder: Path) -> Iterator[LoadedModel]:
     mpu.destroy_model_parallel()
 
 
-@pytest.fixture
-def served(loaded: LoadedModel) -> Iterator[Any]:
+def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel) -> None:
+    """Use the settings of docs/how-to/evaluation.md. Texts that are too long for the model lose the same tokens."""
     from tests.megatron.gpt2.extensions.serve.test_app import serving
 
-    with serving(loaded.model, loaded.tokenizer) as served:
-        yield served
-
-
-def scores(folder: Path, model: Any, **settings: Any) -> Scores:
-    """Return the answer for each task and document: (ln p, whether it is the most likely), ln p, or a text."""
-    results = lm_eval.simple_evaluate(
-        model,
-        tasks=list(TASKS),
-        task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
-        bootstrap_iters=0,
-        **settings,
-    )
-    return {
-        (task, sample["doc_id"]): sample["filtered_resps"]
-        for task, samples in results["samples"].items()
-        for sample in samples
-    }
-
-
-def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: Any) -> None:
-    """Use the settings of docs/how-to/evaluation.md. Texts that are too long for the model lose the same tokens."""
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
     arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + ",num_concurrent=3,batch_size=4"
-    for printed, own in (
-        ("http://127.0.0.1:5000/", f"http://127.0.0.1:{served.port}/"),
-        ("model=gpt2_345m", "model=tiny"),
-        ("tokenizer=gpt2_345m_hf", f"tokenizer={folder / 'exported'}"),
-        ("max_length=1025", f"max_length={LENGTH + 1}"),
-    ):
-        assert arguments.count(printed) == 1
-        arguments = arguments.replace(printed, own)
-    over_http = scores(folder, "local-completions", model_args=arguments)
+    with serving(loaded.model, loaded.tokenizer) as served:
+        for printed, own in (
+            ("http://127.0.0.1:5000/", f"http://127.0.0.1:{served.port}/"),
+            ("model=gpt2_345m", "model=tiny"),
+            ("tokenizer=gpt2_345m_hf", f"tokenizer={folder / 'exported'}"),
+            ("max_length=1025", f"max_length={LENGTH + 1}"),
+        ):
+            assert arguments.count(printed) == 1
+            arguments = arguments.replace(printed, own)
+        over_http = scores(folder, "local-completions", model_args=arguments)
     model = program()["HarnessLM"](loaded.model, loaded.tokenizer)
     model.max_length = LENGTH - 1  # lm-eval keeps one position for the token that it always requests.
-    expected = scores(folder, model)
-    assert over_http.keys() == expected.keys() and len(expected) == 3 * 20
-    for document, found in over_http.items():
-        for answer, wanted in zip(found, expected[document], strict=True):
-            assert answer == pytest.approx(wanted, abs=1e-5)
+    assert over_http == pytest.approx(scores(folder, model), rel=1e-5)

@@ -357,23 +357,25 @@ def test_a_different_schedule_is_an_error_with_two_alternatives():
 @pytest.mark.parametrize(
     "line, device, said",
     [
-        ("--checkpoint-activations --partition-activations", "cuda", ["there is one tensor-parallel rank"]),
-        ("--partition-activations --model-parallel-size 2", "cuda", ["it needs --recompute-granularity full"]),
+        ("--checkpoint-activations --partition-activations", "cuda", ".*there is one tensor-parallel rank"),
+        ("--partition-activations --model-parallel-size 2", "cuda", ".*it needs --recompute-granularity full"),
         (
             "--checkpoint-activations --distribute-saved-activations --sequence-parallel --model-parallel-size 2",
             "cuda",
-            ["--sequence-parallel splits these inputs already"],
+            ".*--sequence-parallel splits these inputs already",
         ),
-        ("--checkpoint-activations --partition-activations --checkpoint-in-cpu --model-parallel-size 2", "cuda", []),
-        ("--checkpoint-activations --checkpoint-in-cpu --attention-backend flash", "cpu", ["it needs a GPU"] * 2),
-        ("--recompute-granularity selective", "cuda", ["Megatron's: the core of attention"]),
+        ("--checkpoint-activations --partition-activations --checkpoint-in-cpu --model-parallel-size 2", "cuda", ""),
+        (
+            "--checkpoint-activations --checkpoint-in-cpu --attention-backend flash",
+            "cpu",
+            "--.*it needs a GPU.*\n--.*it needs a GPU.*",
+        ),
+        ("--recompute-granularity selective", "cuda", ".*Megatron's: the core of attention.*"),
     ],
 )
-def test_flags_without_effect_are_logged(line: str, device: str, said: list[str]):
-    lines = list(ignored_flags(read(line).config, device))
-    assert len(lines) == len(said)
-    for words, expected in zip(lines, said, strict=True):
-        assert words.startswith("--") and expected in words
+def test_flags_without_effect_are_logged(line: str, device: str, said: str):
+    lines = "\n".join(ignored_flags(read(line).config, device))
+    assert re.fullmatch(said, lines), lines
 
 
 RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8 --micro-batch-size"

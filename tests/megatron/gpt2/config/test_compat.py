@@ -15,27 +15,17 @@ from tests.conftest import error_line, tool
 
 ROOT = Path(__file__).resolve().parents[4]
 LISTS = {path.stem: path for path in (ROOT / "tests/megatron/gpt2/config/flag_lists").glob("*.txt")}
-COUNTS = {
-    "megatron-2019": 100,
-    "deepspeed-examples": 93,
-    "megatron-gpt3-example": 34,
-    "megatron-v1-v2": 173,
-    "deepspeed-examples-v1.1.5": 136,
-    "megatron-core-0.15-to-0.19": 930,
-    "megatron-deepspeed": 315,
-    "bigscience": 184,
-}
 
 
 def names(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("source", COUNTS)
+@pytest.mark.parametrize("source", LISTS)
 def test_every_flag_of_each_program_has_a_rule(source: str):
     own = build_parser()._option_string_actions
     asked = [name.replace("_", "-") for name in names(LISTS[source])]
-    assert len(asked) == COUNTS[source]
+    assert len(asked) > 30
     assert [name for name in asked if name not in own and find_rule(MEGATRON_RULES, name) is None] == []
 
 

@@ -88,8 +88,7 @@ def test_srun(python: WarmPython, folder: Path, single: list[float]) -> None:
     output = (folder / "output").read_text()
     assert job.returncode == 0, output
     assert losses(save) == pytest.approx(single, rel=1e-5)
-    for line in ("host node003: ranks 0-1 of 4 on cpu ", "host node004: ranks 2-3 of 4 on cpu "):
-        assert output.count(line) == 1, output
+    assert output.count("host node003: ranks 0-1 of 4 on cpu ") == 1, output
 
 
 # A launcher spawns its ranks if there is a GPU, and otherwise forks them.

@@ -273,9 +273,9 @@ def test_flags_that_elastic_needs(program: Any, flags: str, line: str, capsys: p
 
 def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """If ranks 2 and 3 hang, the other ranks name them and end, also while they wait for a GPU."""
-    for name, seconds in (("HEARTBEAT_INTERVAL", 0.1), ("LOST_TIMEOUT", 0.5)):
-        monkeypatch.setattr(ranks_module, name, seconds)
-    monkeypatch.setattr(rendezvous, "SILENCE_TIMEOUT", 2.0)
+    for name, seconds in (("HEARTBEAT_INTERVAL", 0.1), ("LOST_TIMEOUT", 0.5), ("SILENCE_TIMEOUT", 2.0)):
+        for module in (ranks_module, rendezvous):
+            monkeypatch.setattr(module, name, seconds)
     with ThreadPoolExecutor(4) as threads:
         met = list(threads.map(join_rendezvous, make_launches(4, "aaab")))
     beats = [one.rendezvous.heartbeat for one in met if one.rendezvous]
@@ -302,7 +302,6 @@ def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     "own, elsewhere, interface",
     [
         ("10.0.0.1", [], "lo"),
-        ("127.0.1.1", ["127.0.0.1"], "lo"),
         ("::1", ["127.0.0.1"], "lo"),
         ("", ["192.0.2.2"], None),
         ("192.0.2.1", ["192.0.2.2"], None),

@@ -120,7 +120,6 @@ def test_scores_equal_transformers(folder: Path, alone: list[dict[str, Any]]) ->
         assert metrics["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-5)
         assert metrics["loss"] * metrics["token_ratio"] == pytest.approx(nats / (words - 1), abs=1e-5)
         assert metrics["adjusted_perplexity"] == pytest.approx(math.exp(nats / (words - 1)), rel=1e-4)
-    assert alone[0]["loss"] != alone[1]["loss"]
 
     passages, texts = (
         [json.loads(line)["text"] for line in (folder / name).read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,13 +93,20 @@ def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
         dataclasses.replace(SamplingParams(), **{name: value})
 
 
+def pieces(stream: TextStream, data: bytes, size: int) -> Iterator[str]:
+    """Feed `data` in steps of `size` bytes. Yield the text of each step, until a stop string."""
+    for start in range(0, len(data), size):
+        yield stream.add(data[start : start + size], last=start + size >= len(data))
+        if stream.stopped:
+            break
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_text_is_never_a_half_character(size: int) -> None:
     data = "añ€😀z".encode() + b"\xff" + "é".encode()[:1]
-    stream = TextStream()
-    pieces = [stream.add(data[start : start + size]) for start in range(0, len(data), size)]
-    assert "".join([*pieces, stream.add(b"", last=True)]) == data.decode(errors="replace")
-    assert all("\ufffd" not in piece for piece in pieces[: len("añ€😀z".encode()) // size])
+    made = list(pieces(TextStream(), data, size))
+    assert "".join(made) == data.decode(errors="replace")
+    assert "\ufffd" not in "".join(made[: len("añ€😀z".encode()) // size])
 
 
 @pytest.mark.parametrize(
@@ -114,10 +122,8 @@ def test_text_is_never_a_half_character(size: int) -> None:
 )
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_stop_strings(stop: tuple[str, ...], text: str, expected: str, size: int) -> None:
-    stream, data, made = TextStream(stop), text.encode(), ""
-    for start in range(0, len(data), size):
-        made += stream.add(data[start : start + size], last=start + size >= len(data))
-        assert expected.startswith(made), "what was given out cannot be taken back"
-        if stream.stopped:
-            break
+    stream, made = TextStream(stop), ""
+    for piece in pieces(stream, text.encode(), size):
+        made += piece
+        assert expected.startswith(made), "text that was given out cannot be taken back"
     assert made == expected and stream.stopped == (expected != text)

@@ -56,10 +56,7 @@ LAYOUTS = [
 MORE = [
     (2, 2, f"{SHARDED} --async-save --precision bf16"),
     (2, 2, ""),
-    (1, 2, f"{SHARDED} --precision bf16"),
     (1, 1, ""),
-    (2, 1, ""),
-    (1, 2, ""),
     (2, 1, "--precision bf16"),
 ]
 
