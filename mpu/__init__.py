@@ -4,16 +4,16 @@ GELU, the loss, AdamW and this dropout. If a Triton kernel fails, `TritonKernel`
 
 The modules, from the lowest to the highest:
 
-    partition         which slice of a parameter each rank holds
-    initialize        process groups, and `ParallelState`
-    mappings          the collectives of tensor and sequence parallelism, with their gradients
-    p2p_communication sends and receives between pipeline stages
-    grads             sums of partial gradients, the global norm, clipping
-    random            random number streams, dropout, activation checkpointing
-    layers            column-parallel and row-parallel linear layers, embeddings
-    cross_entropy     the loss when the vocabulary is split over ranks
-    attention         causal self-attention, over samples or within documents
-    transformer       attention, MLP and transformer layer
+    partition:         which slice of a parameter each rank holds
+    initialize:        process groups, and `ParallelState`
+    mappings:          the collectives of tensor and sequence parallelism, with their gradients
+    p2p_communication: sends and receives between pipeline stages
+    grads:             sums of partial gradients, the global norm, clipping
+    random:            random number streams, dropout, activation checkpointing
+    layers:            column-parallel and row-parallel linear layers, embeddings
+    cross_entropy:     the loss when the vocabulary is split over ranks
+    attention:         causal self-attention, over samples or within documents
+    transformer:       attention, MLP and transformer layer
 
 `kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions
 of Megatron's first release. `kernels` computes single operations; the device, dtype and shape decide which kernel runs.

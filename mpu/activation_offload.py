@@ -134,7 +134,7 @@ class OffloadGroup:
         return lambda: storage.get().view(dtype).as_strided(shape, stride, offset)
 
     def free(self) -> None:
-        """Free the copied tensors on the device."""
+        """Free the device memory of the tensors that were copied to the host."""
         for storage in self._live():
             storage.free()
 
@@ -147,7 +147,7 @@ class OffloadGroup:
 
 
 class _OffloadedStorage:
-    """The storage of a tensor, [elements]: on the host, and also on the device before `free` and after `fetch`."""
+    """A tensor's storage [elements]: always on the host, and on the device before `free` and after `fetch`."""
 
     def __init__(self, memory: ActivationOffload, group: OffloadGroup, whole: Tensor) -> None:
         self._memory, self._group = memory, group

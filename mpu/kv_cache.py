@@ -53,7 +53,8 @@ class KeyValueCache:
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Store the keys and values of the new tokens, and return their attention over all tokens up to themselves.
 
-        [s, b, n, 3, d] -> [s, b, n·d]: the prompts of `set_prompts`, or the tokens of `set_positions` with s = 1.
+        [s, b, n, 3, d] -> [s, b, n·d]. The tokens are the prompts of `set_prompts` or, with s = 1, those of
+        `set_positions`.
         """
         s, b, n, _, d = qkv.shape
         store = self._layers[layer]

@@ -201,8 +201,8 @@ class ParallelLinear(ParallelLayer):
 
 class ColumnParallelLinear(ParallelLinear):
     """Y = XAᵀ + b; A and b are split by output features. Forward: no communication (an all-gather of Y with
-    gather_output); backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: all-gather of X,
-    reduce-scatter of dX.
+    gather_output); backward: all-reduce of dX. With sequence_parallel, forward: all-gather of X; backward: all-gather
+    of X, reduce-scatter of dX.
 
     Shapes: [s, ..., input_size] -> [s, ..., output_size/tp], or [s, ..., output_size] with gather_output. With
     sequence_parallel the input is [s/tp, ..., input_size]. Raises ValueError if output_size is not divisible by tp.
@@ -240,7 +240,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 class RowParallelLinear(ParallelLinear):
     """Y = XAᵀ + b; A is split by input features, b is replicated and added once, after the sum. Forward: all-reduce of
-    Y; backward: no communication. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
+    Y; backward: no communication. With sequence_parallel, forward: reduce-scatter of Y; backward: all-gather of dY.
 
     Shapes: [s, ..., input_size/tp] -> [s, ..., output_size]. Without input_is_parallel the input is
     [s, ..., input_size]. With sequence_parallel the output is [s/tp, ..., output_size]. Raises ValueError if input_size
@@ -283,7 +283,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class _EmbeddingWithGradSink(torch.autograd.Function):
-    """weight[ids]. Backward passes the gradient of these rows to `grad_sink`, and no gradient to autograd."""
+    """weight[ids]. Backward passes the gradients of the rows to `grad_sink`, and no gradient to autograd."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_sink: Callable[[Tensor, Tensor], object]) -> Tensor:
@@ -300,7 +300,7 @@ class _EmbeddingWithGradSink(torch.autograd.Function):
 
 class VocabParallelEmbedding(ParallelLayer):
     """An embedding whose rows are split by token id. Forward: all-reduce, in which each rank has zeros for the ids of
-    other ranks; backward: no communication. With sequence_parallel: reduce-scatter; backward: all-gather.
+    other ranks; backward: no communication. With sequence_parallel, forward: reduce-scatter; backward: all-gather.
 
     [s, ...] int64 -> [s, ..., h], or [s/tp, ..., h] with sequence_parallel. Raises ValueError if padded_size is not
     divisible by tp. Ids must be less than num_embeddings, see `check_ids`.

@@ -3,9 +3,9 @@
 GPT-2's dropout uses `make_dropout_seeds` by default (`--dropout-rng counter`, described below). With `--dropout-rng
 torch`, and in attention on a GPU, dropout draws from two streams:
 
-    default generator   Equal on all ranks of a tensor-parallel group. It draws the masks of embeddings and hidden
+    default generator:  Equal on all ranks of a tensor-parallel group. It draws the masks of embeddings and hidden
                         states, which are replicated.
-    tracker             Seeded with seed + 2718 + tensor-parallel rank. It draws the masks of attention, whose heads
+    tracker:            Seeded with seed + 2718 + tensor-parallel rank. It draws the masks of attention, whose heads
                         are split, and of hidden states with sequence parallelism.
 
 A program that needs different numbers on each data-parallel rank or pipeline stage must pass different seeds. All

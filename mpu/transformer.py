@@ -211,7 +211,7 @@ class ParallelMLP(nn.Module):
         submodules = submodules or DEFAULT_SUBMODULES
         h, f = config.hidden_size, config.ffn_hidden_size
         self.gelu: Callable[[Tensor], Tensor] = kernels.gelu_tanh if config.gelu == "tanh" else F.gelu
-        self.gelu_approximate = "tanh" if config.gelu == "tanh" else "none"  # torch's name of the formula
+        self.gelu_approximate = "tanh" if config.gelu == "tanh" else "none"  # argument of F.gelu
         self.recompute = config.recompute_granularity == "selective"
         self.dense_h_to_4h = submodules.column_parallel_linear(
             h, f, gather_output=False, init_method=init_method, **config.layer_kwargs

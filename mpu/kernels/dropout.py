@@ -5,8 +5,8 @@ numbers: as easy as 1, 2, 3", SC 2011). No draw depends on earlier draws, so any
 any time. A CPU uses numpy's Philox generator, whose output numpy guarantees not to change. `in_triton.py` has the
 generator of a GPU; a test compares the draws of both.
 
-    key        two words: the run's seed, and 0
-    counter    four words: the number of a block, counted from 1, and three words that identify a mask
+    key:       two words: the run's seed, and 0
+    counter:   four words: the number of a block, counted from 1, and three words that identify a mask
 
 Each block gives the random bits of 16 elements, 16 bits for each.
 

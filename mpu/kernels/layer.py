@@ -1,8 +1,8 @@
 """Operations of a transformer layer between its matrix products, for a GPU. Memory bandwidth limits them.
 
-    add_norm                   out = x + dropout(branch + bias) and y = norm(out)
-    split_qkv                  queries, keys and values; backward copies their gradients once
-    gelu_with_bias_gradient    gelu(x)
+    add_norm:                  out = x + dropout(branch + bias) and y = norm(out)
+    split_qkv:                 queries, keys and values; backward copies their gradients once
+    gelu_with_bias_gradient:   gelu(x)
 
 The gradient of a linear layer's bias is a sum of the gradient of the layer's output. The function that uses this output
 computes the sum in its backward pass, which already has the values in registers. That function therefore takes the bias

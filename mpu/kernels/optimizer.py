@@ -26,7 +26,7 @@ def _add_grads_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) ->
     """totals += grads, or totals = grads without `add`.
 
     totals: float32.
-    grads: of one dtype.
+    grads: all of the same dtype.
     """
     for total, grad in zip(totals, grads, strict=True):
         if add:

@@ -339,16 +339,16 @@ class Memory:
 class FakeGPU(TorchDispatchMode):
     """Inside this context the process has an H200 that computes nothing and records all requests:
 
-    kernels        operators with CUDA tensors
-    waits          lines at which the host waits for the device: it reads a value, copies memory that is not pinned, or
+    kernels:       operators with CUDA tensors
+    waits:         lines at which the host waits for the device: it reads a value, copies memory that is not pinned, or
                    synchronizes the device, a stream or a recent event
-    events         calls of torch.distributed and the waits for them, as in `megatron.gpt2.extensions.order`, from the
+    events:        calls of torch.distributed and the waits for them, as in `megatron.gpt2.extensions.order`, from the
                    construction of the model on
-    recorded       number of events before the last `clear`
-    copies         copies between host and device
-    faults         collectives with a tensor that is on the CPU or not contiguous; memory that is used or freed while
+    recorded:      number of events before the last `clear`
+    copies:        copies between host and device
+    faults:        collectives with a tensor that is on the CPU or not contiguous; memory that is used or freed while
                    another stream, a collective or the host may still use it
-    memory         bytes on the device
+    memory:        bytes on the device
 
     A tensor on the wrong device raises an error, as on a real GPU.
     """

@@ -49,7 +49,7 @@ def driver() -> Any:
 
 @contextlib.contextmanager
 def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
-    """Let compiled graphs return empty tensors. `gpu` records their kernels at each call."""
+    """Let compiled graphs return empty tensors. Each call of a graph adds the graph's kernels to `gpu.kernels`."""
     import triton
 
     numbers = itertools.count()

@@ -54,7 +54,7 @@ MODES = {
 LAYERS = 4
 INPUT = 2 * 256 * 1024 * 2  # a layer's input in bytes: micro-batch, sequence, hidden, bf16
 PARKED = f"--num-layers {LAYERS} {FULL} --checkpoint-in-cpu"
-WAYS = {  # ranks, flags, and the bytes that are copied to the host and back
+WAYS = {  # number of ranks, flags, and the bytes that are copied to the host and back
     "inputs": (1, PARKED, LAYERS * INPUT),
     "in pairs": (1, f"{PARKED} --recompute-num-layers 2", LAYERS // 2 * INPUT),
     "accumulation": (1, f"{PARKED} --global-batch-size 4", 2 * LAYERS * INPUT),
@@ -132,7 +132,7 @@ SHAPE = (
 )
 SHARDED, SPLIT = "--use-distributed-optimizer", "--model-parallel-size 2"
 STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 16"
-CASES = {  # ranks and flags; with two pipeline stages, the peaks of both stages are compared
+CASES = {  # number of ranks, and flags; with two pipeline stages, the peaks of both stages are compared
     "bf16": (1, ""),
     "selective": (1, "--recompute-granularity selective"),
     "full": (1, FULL),
@@ -166,7 +166,7 @@ def test_the_planner_agrees_with_the_device(text: Path, tmp_path: Path, case: st
 FOUR = "--model-parallel-size 4"
 SEQUENCE = "--sequence-parallel"
 DEEP_STAGES = "--pipeline-model-parallel-size 2 --num-layers 4"
-LAYOUTS = {  # ranks and flags
+LAYOUTS = {  # number of ranks, and flags
     "data": (4, ""),
     "model": (4, FOUR),
     "both": (4, f"{SPLIT} --global-batch-size 8"),

@@ -372,9 +372,9 @@ class GPT2Model(nn.Module):
         With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate nearly does not depend on
         h, for a constant head size d. With r = base width / h:
 
-            matrices of layers   initial standard deviation · √r; AdamW's rate and epsilon · r, so also their decay
-            final layer norm     initial weight r, so logits · r; AdamW's rate and epsilon · r
-            other parameters     as without muP, also the tied embeddings
+            matrices of layers:  initial standard deviation · √r; AdamW's rate and epsilon · r, so also their decay
+            final layer norm:    initial weight r, so logits · r; AdamW's rate and epsilon · r
+            other parameters:    as without muP, also the tied embeddings
 
         The final layer norm contains the factor of the logits, so programs that read a checkpoint need no support for
         muP. Attention divides by √d and not, as in muP, by d: for a constant d the two differ only by a constant.

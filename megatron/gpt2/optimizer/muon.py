@@ -102,7 +102,8 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             [tensors[index] for index in self._matrix_indices]
             for tensors in (grads, self.moments["exp_avg"], self.buffer.masters, self._adam_steps)
         )
-        # Each operation rounds once, so no bit depends on where a kernel starts to vectorise.
+        # Each operation rounds once, so results do not depend on which elements a kernel computes with vector
+        # instructions.
         if self._matrix_indices:  # torch refuses empty lists.
             for grad in matrix_grads:
                 grad.masked_fill_(skipped, 0.0)

@@ -89,11 +89,11 @@ def learning_rates(
     Raises ValueError if warm-up and decay do not fit. With peak p, floor f, w warm-up and N decay iterations, the rate
     is p·n/w up to iteration w. Then, with r = (n − w) / (N − w), which runs from 0 to 1, the rate is:
 
-        constant     p
-        linear       f + (p − f)·(1 − r)
-        cosine       f + (p − f)·(cos πr + 1) / 2
-        exponential  max(f, p·2^−r)
-        WSD          p until D iterations before N, then f + (p − f)·(2·2^−q − 1), q running from 0 to 1 over those D
+        constant:    p
+        linear:      f + (p − f)·(1 − r)
+        cosine:      f + (p − f)·(cos πr + 1) / 2
+        exponential: max(f, p·2^−r)
+        WSD:         p until D iterations before N, then f + (p − f)·(2·2^−q − 1), q running from 0 to 1 over those D
 
     After N the rate is constant. cosine-2019 is the formula of Megatron's first release:
     max(f, p/2·(cos(π(n − w)/N) + 1)) with n at most N − w, so the rate ends above the floor. An update uses n = the

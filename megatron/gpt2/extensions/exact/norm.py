@@ -37,8 +37,8 @@ def exact_squared_norm(
     2. Divide the norms by a power of two that is larger than every norm, and square the quotients in float32.
     3. Sum the first 54 bits after the binary point as integers.
 
-    The result is infinite if a gradient is not finite. On a CPU, 124M gradients take as long as the plain norm with
-    blocks of 64, and five times as long with blocks of 1.
+    The result is infinite if a gradient is not finite. On a CPU, the norm of 124M gradients takes as long as the plain
+    norm with blocks of 64, and five times as long with blocks of 1.
     """
     state = get_parallel_state()
     counted = [grad.reshape(-1) for grad in (*split, *(replicated if state.tensor_model_parallel_rank == 0 else []))]

@@ -133,7 +133,7 @@ def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, f
         # With hysteresis 2, the first overflow only skips, the next two halve the scale, and three clean steps double
         # it.
         assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]
-        # The first update has rate 0.
+        # The first update has the learning rate 0.
         assert result["moved"] == [False, True, False, False, False, True, True, True, True]
         assert result["counted"] == (3, 7)
         assert result["rate"][2:6] == [result["rate"][2]] * 4, "a skipped step does not move the schedule"
