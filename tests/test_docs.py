@@ -185,8 +185,8 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     printed = {}
     for line in (line for of, line in COMMANDS if of == page):
-        if re.search(r"scripts/test\w*\.sh|\.venv-cuda/", line):
-            # Skip commands that run the tests. tests/fake_cuda tests the commands that need .venv-cuda.
+        if re.search(r"^git clone |scripts/test\w*\.sh|\.venv-cuda/", line):
+            # Skip the download and the commands that run the tests. tests/fake_cuda tests those with .venv-cuda.
             continue
         if page == "README.md" and line in FIRST:
             continue  # `reader` has already run the README's first commands.
