@@ -1,4 +1,4 @@
 from megatron.gpt2.__main__ import run
 
-if __name__ == "__main__":  # false in child processes, which import this file
+if __name__ == "__main__":
     run("pretrain")

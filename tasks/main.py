@@ -3,7 +3,7 @@
 
 import sys
 
-if __name__ == "__main__":  # false in child processes, which import this file
+if __name__ == "__main__":
     sys.path.insert(0, sys.path[0].removesuffix("tasks"))
     from megatron.gpt2.__main__ import run
 

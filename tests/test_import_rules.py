@@ -227,7 +227,7 @@ def test_what_training_imports() -> None:
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-CORE = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| .+ \|$", CONTRIBUTING, re.MULTILINE)
+CORE = re.findall(r"^\d+\. `([\w/]+\.py)`: .+$", CONTRIBUTING, re.MULTILINE)
 
 
 def test_the_list_of_the_core() -> None:
@@ -236,7 +236,7 @@ def test_the_list_of_the_core() -> None:
     train = [Path(file).stem for file in CORE if "/train/" in file]
     assert CORE[0] == "megatron/gpt2/train/train_step.py" and train[1:3] == ["trainer", "train_state"]
     assert train[-2:] == ["setup", "loop"]
-    assert re.findall(r"^\| (\d+) \| `", CONTRIBUTING, re.MULTILINE) == [str(n + 1) for n in range(len(set(CORE)))]
+    assert re.findall(r"^(\d+)\. `", CONTRIBUTING, re.MULTILINE) == [str(n + 1) for n in range(len(set(CORE)))]
     graph, file_of = import_graph(), {module_name(path): path for package in PACKAGES for path in sources(package)}
     listed = {module_name(ROOT / file) for file in CORE}
     used = {str(file_of[there].relative_to(ROOT)) for here in listed for there in graph[here] - listed}

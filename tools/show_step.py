@@ -3,5 +3,5 @@
 
 from checkout import run
 
-if __name__ == "__main__":  # false in child processes, which import this file
+if __name__ == "__main__":
     run("show-step")

@@ -19,7 +19,9 @@ TITLES = {
     "refused": "Refused: give the flag after the colon, or leave the flag out",
 }
 # Leave out the words of a flag's text that its title or the head of the page already says.
-REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash scripts/python\.sh ")
+REPEATED = re.compile(
+    r"^(read as|give) |[;:]? ?(leave|take) it out$|: no other value is implemented$|bash scripts/python\.sh "
+)
 
 
 def section_lines(kind: type) -> list[str]:
