@@ -136,7 +136,7 @@ def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
     source is used."""
     opened: dict[str, BaseCheckpoint] = {}
     for path in (args.a, args.b):
-        with contextlib.suppress(ValueError):  # The return statement raises the error again.
+        with contextlib.suppress(ValueError):  # Without the number of heads, the error is raised again below.
             opened[path] = open_source(args, path)
     for source in opened.values():
         args.num_attention_heads = source.metadata["config"]["model"]["num_attention_heads"]

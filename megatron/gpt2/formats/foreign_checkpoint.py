@@ -104,7 +104,7 @@ class LazyTensor:
         return len(self.info.shape)
 
     def equal(self, other: LazyTensor) -> bool:
-        """Return whether shapes, dtypes and values are equal."""
+        """Return True if `other` has the same shape, dtype and values."""
         return self.info == other.info and torch.equal(self.load(), other.load())
 
 

@@ -170,7 +170,7 @@ def megatron_adam_metadata(
 
 def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str]) -> tuple[int, dict[str, Any]]:
     """Read the learning rate schedule. Return the number of optimizer steps that were not skipped, and the schedule as
-    our flags."""
+    {field of OptimizerConfig: value}."""
     saved = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
     version = next((version for version, names in SCHEDULE_KEYS.items() if names.end in saved), None)
     is_2019 = version == "megatron-2019"

@@ -144,7 +144,6 @@ def text(tensors: str = "", more: str = "") -> str:
 
 
 TEXTS: list[Callable[[], str]] = [  # The texts are functions, because some have megabytes.
-    lambda: "",
     lambda: text(more='"x": ' + "[" * 100_000),
     lambda: text('"\\ud800": 0'),  # a lone surrogate
     lambda: text().replace("1", "1" * 100_000, 1),

@@ -268,11 +268,9 @@ WIDE += [("megatron-v3", 12, layout, F16) for layout in LAYOUTS]
 WIDE += [("megatron-core", 12, layout, BF16) for layout in LAYOUTS_OF_CORE]
 
 
-@pytest.mark.parametrize(
-    "format, num_layers, layout, dtype",
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)],
-)
-def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: MegatronLayout, dtype: torch.dtype):
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.wide) for case in WIDE)])
+def test_there_and_back(tmp_path: Path, case: tuple[str, int, MegatronLayout, torch.dtype]):
+    format, num_layers, layout, dtype = case
     source, with_optimizer = in_memory_checkpoint(num_layers, dtype), format != "megatron-core"
     path = write_megatron(source, tmp_path / "theirs", format, layout, log=silent)
     t, p, v = layout.tensor, layout.pipeline, layout.virtual(num_layers)

@@ -99,7 +99,6 @@ def test_huggingface_tokenizer(tmp_path: Path):
         (tmp_path / name).write_text("")
     files = open_checkpoint(tmp_path).metadata["tokenizer_files"]
     assert files == {name: str(tmp_path / name) for name in ("vocab.json", "merges.txt")}
-    assert_refused(tmp_path, "--num-attention-heads 8", num_attention_heads=8)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,6 @@ OTHERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "type of its model": lambda found: found["model"].update(type="Unigram"),
     "normalizer": lambda found: found.update(normalizer={"type": "NFC"}),
     "its pre_tokenizer": lambda found: found.update(pre_tokenizer=None),
-    "not a special token": lambda found: found["added_tokens"][0].update(special=False),
     "id": lambda found: found["added_tokens"][0].update(id=5000),  # The ids have a gap.
     "vocabulary": lambda found: found["model"].pop("vocab"),
 }

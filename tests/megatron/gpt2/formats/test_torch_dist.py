@@ -23,6 +23,7 @@ from megatron.gpt2.formats.compare import compare_tensors
 from megatron.gpt2.formats.torch_dist import MODULE_ORDERS
 from megatron.gpt2.formats.torch_files import DCP_METADATA, DcpCheckpoint, read_dcp_metadata, save_dcp
 from megatron.gpt2.model.gpt2 import model_partition_specs
+from tests.conftest import error_line
 from tests.megatron.gpt2.formats.sample_checkpoints import (
     CASES,
     FIXTURES,
@@ -114,18 +115,15 @@ def test_another_backend_and_a_lost_file_are_one_line(folders: dict[str, Path]):
     folder = folders["weights-0.16.1"] / ITERATION
     config, file = folder / "metadata.json", next(folder.glob("*.distcp"))
 
-    def assert_refused(said: str) -> None:
-        with pytest.raises(ValueError, match=said):
-            opened(folder)
-
     (folder / "common.pt").unlink()
-    assert_refused("holds neither common.pt, .* nor common_state.*: the form of a later version is")
+    said = error_line(lambda: opened(folder))
+    assert "holds neither common.pt, " in said and " nor common_state" in said
     file.write_bytes(file.read_bytes()[:-100])
-    assert_refused(f"{file.name}: has .* bytes, but .metadata lists")
+    assert f"{file.name}: has " in error_line(lambda: opened(folder))
     file.unlink()
-    assert_refused(f"{file.name}: missing")
+    assert f"{file.name}: missing" in error_line(lambda: opened(folder))
     config.write_text(config.read_text().replace("torch_dist", "zarr"))
-    assert_refused("sharded_backend is 'zarr', but must be torch_dist")
+    assert "sharded_backend is 'zarr', but must be torch_dist" in error_line(lambda: opened(folder))
 
 
 @pytest.mark.parametrize("name", ["fully_reshardable_dp2-0.16.1", "plain_fp32_tp2_pp2-0.16.1"])
