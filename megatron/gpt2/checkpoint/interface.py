@@ -4,8 +4,8 @@ Each reader translates its format into the same terms: our tensor names, QKV row
 padding rows, and global tensors without ranks. The code that inspects, compares, converts and loads checkpoints
 therefore exists only once. A saved tensor consists of rectangular slices of the global tensor.
 
-The hash in a manifest shows that its bytes did not change. The hash does not show who wrote the bytes. Callers
-therefore use `check_metadata` before they build anything from the metadata.
+The hash in a manifest shows that the manifest did not change, but does not show who wrote it. Callers therefore use
+`check_metadata` before they build anything from the metadata.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", 
 
 
 def intersection(a: TensorSlice, b: TensorSlice) -> TensorSlice:
-    """Return the common part of two slices. Its size is 0 in each dimension in which the slices do not overlap."""
+    """Return the common part of two slices. The common part has size 0 in each dimension in which the slices do not
+    overlap."""
     ranges = [(max(i.start, j.start), min(i.stop, j.stop)) for i, j in zip(a.slices(), b.slices(), strict=True)]
     return TensorSlice(tuple(start for start, _ in ranges), tuple(max(stop - start, 0) for start, stop in ranges))
 
@@ -136,8 +137,8 @@ class BaseCheckpoint:
 def check_metadata(checkpoint: BaseCheckpoint) -> ModelConfig:
     """Return the model configuration that the metadata describes.
 
-    Raises ValueError, in one line, if the tensors do not have the shapes of that model, or if a value has a type that
-    a run cannot use. Most values of the metadata may be absent.
+    Raises ValueError, in one line, if the tensors do not have the shapes of the described model, or if a value has a
+    type that a run cannot use. Most values of the metadata may be absent.
     """
     where = f"{checkpoint.path}: its metadata"
     metadata, hints = dict(_flatten(checkpoint.metadata)), _metadata_types()
@@ -200,5 +201,5 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 def saved_decay_iters(metadata: Mapping[str, Any]) -> int | None:
     """Return the number of iterations of the learning rate's decay, if no flag set it. With batch ramp-up, the number
-    is smaller than `train_iters`. Return None for another program's files without this number."""
+    is smaller than `train_iters`. Return None if another program's files do not contain the number."""
     return metadata.get("decay_iters", metadata.get("train_iters"))

@@ -110,7 +110,8 @@ class Lease:
                 os.utime(self._file.fileno())
 
     def _remove_uncommitted(self) -> None:
-        """Remove uncommitted files of earlier owners. Their folders are renamed, and the next save deletes them."""
+        """Remove uncommitted files of earlier owners. Folders are renamed, and the next save deletes the renamed
+        folders."""
         for folder in (self._folder, self._folder / BEST):
             with contextlib.suppress(OSError):
                 for path in folder.glob(f"{LATEST_FILE}.tmp*"):

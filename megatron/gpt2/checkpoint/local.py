@@ -119,7 +119,7 @@ class LocalCheckpoints:
 
     folder: the run's folder on this machine.
     hosts: the machine of each rank.
-    group: all ranks, gloo; None for one rank.
+    group: the gloo group of all ranks; None if there is only one rank.
     start_id: a random text, equal on all ranks, new in every start of a run.
     """
 
@@ -197,7 +197,7 @@ class LocalCheckpoints:
 def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info: RankInfo, log: Log) -> Path | None:
     """Complete the newest local checkpoint of the run in `save` on every machine, and return the run's folder. Return
     None if all machines together do not have a checkpoint that is newer than iteration `newest`. Every rank calls this
-    function before the process group exists. The run and `newest` are those of rank 0."""
+    function before the process group exists. The name of the run and `newest` are taken from rank 0."""
     gather = rank_info.rendezvous.gather if rank_info.rendezvous is not None else lambda name, rank, text: [text]
     run = run_name(save)
     inventory = local_inventory(Path(directory) / run) if run and rank_info.local_rank == 0 else {}

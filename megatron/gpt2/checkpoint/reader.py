@@ -26,8 +26,9 @@ slices and for the folder of the tables. In version 1, the manifest itself has t
 and the reader treats this manifest as the only table.
 
 The key of a slice is the tensor's name. If a file has several slices of a tensor, the next keys end in "#1", "#2" and
-so on. The reader never parses a safetensors header. Instead, it computes the header of each file from the table and
-compares the bytes, so it refuses a duplicate key, a wrong size, and a file of a different iteration or rank.
+so on. The reader never parses a safetensors header. Instead, the reader computes the header of each file from the table
+and compares the bytes. The reader therefore refuses a duplicate key, a wrong size, and a file of a different iteration
+or rank.
 """
 
 import contextlib

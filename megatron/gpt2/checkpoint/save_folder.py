@@ -7,7 +7,7 @@ checkpoint with the lowest validation loss: iter_0000700/, a latest-iteration fi
 open `best/`. A resumed run reads the lowest loss from the manifest in `best/`.
 
 save_folder.py also recognises checkpoints of other programs by file names, so that training can refuse them.
-`tools/checkpoint.py` reads them with `megatron/gpt2/formats/`, which the training program does not import.
+`tools/checkpoint.py` reads such checkpoints with `megatron/gpt2/formats/`, which the training program does not import.
 """
 
 import json
@@ -77,8 +77,8 @@ def list_iterations(directory: Path, *, include_old: bool = False) -> list[tuple
 def find_checkpoint(
     directory: str | Path, *, log: Log, rank: int = 0, gather: Gather = gather_alone, verify: bool = True
 ) -> NativeCheckpoint | None:
-    """Open the checkpoint that `LATEST_FILE` names. If this checkpoint is damaged or missing, open the newest valid one
-    and warn.
+    """Open the checkpoint that `LATEST_FILE` names. If the named checkpoint is damaged or missing, open the newest
+    valid one and warn.
 
     All ranks call this function and get the same result. Rank 0 proposes a checkpoint, every rank opens it, and each
     rank hashes its share of the files (`verify`). The checkpoint is used if it is valid on all ranks. Folders renamed
@@ -167,8 +167,8 @@ def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> N
 
 
 def saved_best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
-    """Return the validation loss, in nats per token, of the checkpoint in `folder`. Infinity if the folder has no valid
-    checkpoint, or if it was trained on different data."""
+    """Return the validation loss, in nats per token, of the checkpoint in `folder`. Return infinity if the folder has
+    no valid checkpoint, or if the checkpoint was trained on different data."""
     try:
         checkpoint = find_checkpoint(folder, log=log, verify=False)
     except ValueError as error:

@@ -71,7 +71,8 @@ class Saver:
     timeout_s: how long rank 0 waits until it sees the files of other ranks.
     storage_timeout_s: how long each rank waits for its own files.
     local_world_size: the number of ranks on this machine.
-    gather: a collective that returns the texts of all ranks. Its time limit is longer than the two above.
+    gather: a collective that returns the texts of all ranks, with a time limit above `timeout_s` and
+        `storage_timeout_s`.
     check_owner: raises OSError if this run must not commit.
     saved_iteration: the last iteration that all ranks report as committed.
     last_error: the last error on this rank.
@@ -111,7 +112,7 @@ class Saver:
     def save(
         self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any], *, into: Path | None = None
     ) -> Path | None:
-        """Start saving a checkpoint. Return its folder if the save is committed, and None if it failed with a warning
+        """Start saving a checkpoint. Return the folder of a committed save, or None if the save failed with a warning
         or if the thread is still writing (--async-save).
 
         metadata: values of JSON types for the manifest; those of rank 0 are written.
@@ -135,8 +136,8 @@ class Saver:
         pending: PendingSave,
         into: Path | None = None,
     ) -> Path:
-        """Write this rank's `files`. Rank 0 then waits for the files of all ranks and commits. The other arguments are
-        those of `save`. Only the result of rank 0 shows whether the save succeeded.
+        """Write this rank's `files`. Rank 0 then waits for the files of all ranks and commits. `iteration`, `metadata`
+        and `into` are arguments of `save`. Only the result of rank 0 shows whether the save succeeded.
 
         Raises OSError, in one line, if this rank cannot write, and on rank 0 if `pending` has the error of another
         rank. Raises TimeoutError, an OSError, on rank 0 if files of a rank are missing at the deadline.
@@ -190,8 +191,8 @@ class Saver:
             time.sleep(_POLL_SECONDS)
 
     def finish(self) -> Path | None:
-        """Wait for the pending save. Return its folder, or None if no save is pending or if it failed on any rank.
-        Raises StopRun on every rank if the storage of one takes longer than `storage_timeout_s`."""
+        """Wait for the pending save. Return the folder of the save, or None if no save is pending or if the save failed
+        on any rank. Raises StopRun on every rank if the storage of a rank takes longer than `storage_timeout_s`."""
         if (pending := self._pending) is None:
             return None
         errors = self._gather_errors(pending.files_written, pending)
@@ -211,7 +212,7 @@ class Saver:
         return path
 
     def _gather_errors(self, result: Future[Any], pending: PendingSave) -> list[str]:
-        """Wait for `result`, and return the OSError of each rank as text, "" if it has none."""
+        """Wait for `result`, and return the OSError of each rank as text, "" for a rank without an error."""
         finished, _ = wait([result], self.storage_timeout_s)
         error = result.exception() if finished else OSError(_TOO_SLOW)
         texts = self.gather((str(error) or repr(error)) if isinstance(error, OSError) else "")

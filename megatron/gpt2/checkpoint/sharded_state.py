@@ -81,9 +81,9 @@ def load_sharded_state_dict(
 def _shard_slices(
     spec: PartitionSpec, tp_rank: int, tp_size: int, start: int, values: Tensor
 ) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """Split `values`, a flat range of a rank's tensor that begins at element `start`, into slices of the global
-    tensor, each with its view. There are up to three slices: a partial first row, whole rows, and a partial last
-    row. Padding is left out."""
+    """Split `values`, a flat range of a rank's tensor that begins at element `start`, into slices of the global tensor,
+    each with a view of `values`. There are up to three slices: a partial first row, whole rows, and a partial last row.
+    Padding is left out."""
     local_slice, shape = spec.local_slice(tp_rank, tp_size), spec.local_shape(tp_size)
     assert local_slice.shape[1:] == shape[1:], "padding must be whole rows at the end"
     row_size = math.prod(shape[1:])

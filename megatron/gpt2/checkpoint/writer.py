@@ -4,10 +4,10 @@
       latest_checkpointed_iteration.txt     the latest-iteration file: the iteration to load
       iter_0000300/manifest.json, tables/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
-Every rank writes its files into `iter_0000300.tmp-<save_id>/`, and then its table, which has their slices and hashes.
-Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the latest-iteration
-file. No step is a collective operation. A crash before the latest-iteration file is replaced leaves this file and the
-earlier checkpoints unchanged.
+Every rank writes its files into `iter_0000300.tmp-<save_id>/`, and then its table, which lists the slices and hashes of
+these files. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the
+latest-iteration file. No step is a collective operation. A crash before the latest-iteration file is replaced leaves
+this file and the earlier checkpoints unchanged.
 
 `save_id` consists of `start_id` (saver.py) and the number of the save, so it is equal on all ranks and different in
 every save. A crashed save therefore leaves a separate folder, which rank 0 removes in the next save.
@@ -90,7 +90,7 @@ def temporary_folder(final: Path, save_id: str) -> Path:
 def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: int) -> bytes:
     """Write this rank's `files` into `folder`, then its table, and return the table. Raises OSError if a file cannot be
     written, or if a reader would refuse the table."""
-    # Tensors that `load` returns may need all memory, so such files are written one at a time.
+    # Tensors that `load` returns may need all memory, so files with `load` are written one at a time.
     streamed = any(shard.load for shards in files.values() for shard in shards.values())
     infos = in_threads(
         lambda file: write_safetensors(folder, file, iteration, files[file]), files, 1 if streamed else IO_THREADS
@@ -168,8 +168,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _write_errors(path: Path, size: int) -> Iterator[None]:
-    """Make the folder of `path`. Convert an OSError in the block to one whose message is a line with `path` and its
-    `size` in bytes."""
+    """Make the folder of `path`. An OSError in the block is raised with a message in one line, which names `path` and
+    its `size` in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -215,8 +215,8 @@ def commit(
 ) -> None:
     """Write the manifest of `folder`, whose other files are complete, and rename the folder to `final`.
 
-    check_owner: raises OSError if another run has the folder of `final`. If another run takes over this folder after
-        the check, it removes `folder` and the new latest-iteration file, so the renames here fail.
+    check_owner: raises OSError if another run owns the folder of `final`. A run that takes over this folder after the
+        check removes `folder` and the new latest-iteration file, so the renames here fail.
     """
     iteration = int(final.name.removeprefix("iter_"))
     tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
@@ -270,7 +270,7 @@ def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) ->
     iterations = list_iterations(Path(directory))
     newest = next((number for number, _ in iterations if number <= iteration), -1)
     if newest >= 0:
-        # The latest-iteration file is written first, so that it is right even after a crash in the next lines.
+        # The latest-iteration file is written first, so that the file is right even after a crash in the next lines.
         write_atomically(Path(directory) / LATEST_FILE, f"{newest}\n".encode())
         fsync_path(directory)
         for number, folder in reversed(iterations):

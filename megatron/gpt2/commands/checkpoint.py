@@ -165,7 +165,8 @@ def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenize
 
 
 def layout_from_args(args: argparse.Namespace) -> MegatronLayout:
-    """Return the layout in which to write, from the flags. `merge` has no such flags and writes for one rank."""
+    """Return the layout in which to write, from the flags. `merge` has no flags for the layout and writes for one
+    rank."""
     fields = MegatronLayout.__dataclass_fields__
     return MegatronLayout(**{name: value for name, value in vars(args).items() if name in fields})
 
@@ -241,8 +242,8 @@ def main(argv: list[str] | None = None) -> int:
     stages = f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({to}{ranks}{stages})")
     if args.check:
-        # Megatron's files of 2019 do not contain the number of heads; DCP files contain neither this number nor the
-        # formula.
+        # Megatron's files of 2019 do not contain the number of heads; DCP files contain neither the number of heads nor
+        # the form of GELU.
         model = source.metadata["config"]["model"]
         hints = Hints(model["num_attention_heads"], gelu=model["gelu"] if to == "dcp" else None)
         dtype = args.dtype if to == "huggingface" else "fp32" if to in OTHERS else "source"
@@ -255,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Read every byte of the checkpoint and compare it with its hashes. Return 1 if the checkpoint is damaged."""
+    """Read every byte of the checkpoint and check all hashes. Return 1 if the checkpoint is damaged."""
     source = open_source(args, args.dir, check_hashes=False)
     tensors = plural(len(source.tensors), "tensor")
     if not isinstance(source, NativeCheckpoint):

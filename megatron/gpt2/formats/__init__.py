@@ -37,7 +37,7 @@ def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, 
 def open_checkpoint(path: str | Path, hints: Hints | None = None, *, log: Log = print) -> BaseCheckpoint:
     """Open the checkpoint at `path`, of any format: a folder of iterations, one iteration, or a file.
 
-    hints: values that the files may not contain.
+    hints: values for files that do not contain them.
     log: gets a line for each value that is only a guess.
 
     Raises ValueError, in one line, if the checkpoint is not valid.

@@ -173,11 +173,11 @@ def _format_shape(shape: Shape) -> str:
 
 
 def compare_logits(a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model", log: Log = print) -> float:
-    """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random tokens; NaN if one
-    has a NaN.
+    """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random tokens, or NaN if a
+    logit is NaN.
 
-    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". These tensors are first
-        rounded to the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies
+    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". The tensors of `a` are
+        first rounded to the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies
         differ.
     """
     size, other = a.metadata["vocab_size"], b.metadata["vocab_size"]

@@ -1,5 +1,5 @@
-"""`ForeignCheckpoint`: tensors of another program's checkpoint are converted to ours one at a time, when they are
-read.
+"""`ForeignCheckpoint` converts the tensors of another program's checkpoint to our names and layouts. Each tensor is
+converted when it is read.
 
 Legend: n heads, d head size.
 """
@@ -31,8 +31,8 @@ from mpu.partition import TensorSlice
 
 Entries = Mapping[str, Any]  # a dictionary in a file, or in our metadata
 OPTIMIZER_KINDS = ("master", *MOMENTS)
-GPT2_VOCAB_SIZE = 50257
 MAX_JSON_BYTES = 2 << 20  # ten times the size of the index of GPT-2's largest model
+GPT2_VOCAB_SIZE = 50257
 # Code that reads data of an unexpected form raises these exceptions.
 PARSE_ERRORS = (
     LookupError,

@@ -149,7 +149,7 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
     """Return the chunks of layers of each stage. A chunk is {parameter name in the chunk: our parameter name}. In a
     chunk, layers are numbered from 0.
 
-    With several stages, the last one also has the word embeddings, as `EMBEDDINGS_FOR_HEAD`. Raises ValueError, which
+    With several stages, the last stage also has the word embeddings, as `EMBEDDINGS_FOR_HEAD`. Raises ValueError, which
     names the flag, for a layout that this format does not support.
     """
     pp_size, vpp_size, core = layout.pipeline, layout.virtual(model.num_layers), format == "megatron-core"
@@ -247,7 +247,7 @@ def namespace_dict(value: Any) -> dict[str, Any]:
 
 
 def saved_iteration(top: Entries) -> int:
-    """Return the iteration in a file, or 0 if it has none. Raises ValueError if the number is not an integer."""
+    """Return the iteration in a file, or 0 if the file has none. Raises ValueError if the number is not an integer."""
     name = next((name for name in ("iteration", "total_iters", "global_steps") if name in top), "")
     return check_integer(name, top.get(name, 0), 0, 10**12)
 
@@ -260,8 +260,8 @@ def infer_model_config(
     log: Log,
     tp_size: int = 1,
 ) -> tuple[ModelConfig, ModelConfig]:
-    """Return the model's configuration, once with the true vocabulary size and once with the padded one. `log` gets a
-    line if the true size is unknown; then the padded size is used.
+    """Return the model's configuration, once with the true vocabulary size and once with the padded one. If the true
+    size is unknown, the padded size is used, and `log` gets a line.
 
     top: the file's other entries, such as "args".
     shapes: the shapes by our names, of one of `tp_size` ranks.

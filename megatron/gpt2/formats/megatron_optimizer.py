@@ -158,8 +158,8 @@ def megatron_adam_metadata(
         scaler["scale"] = saved["scale"]
         if "growth_tracker" in saved:
             scaler["clean_steps"] = saved["growth_tracker"]
-            # Megatron's loss-scale tracker goes below 1, and ours stays at 1. From 1 on, both halve the scale at every
-            # overflow.
+            # Megatron's loss-scale tracker goes below 1, and ours stays at 1. With a tracker of at most 1, both
+            # programs halve the scale at every overflow.
             scaler["hysteresis_left"] = max(1, saved["hysteresis_tracker"])
     num_updates, schedule_flags = _read_scheduler(top, args, step, left_out)
     skipped = max(0, top.get("iteration", top.get("total_iters", num_updates)) - num_updates)

@@ -297,7 +297,7 @@ def adam_step(source: BaseCheckpoint) -> Tensor:
 
 
 def open_nanogpt(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
-    """Open nanoGPT's checkpoint `path`. Raises ValueError, in one line, if it is not valid."""
+    """Open nanoGPT's checkpoint `path`. Raises ValueError, in one line, if the file is not valid."""
     top = load_torch_file(path)
     is_known = isinstance(top, dict) and top.keys() >= {"model", "model_args"}
     require(is_known, "is not a checkpoint of nanoGPT: model or model_args is missing")
@@ -377,7 +377,8 @@ def write_nanogpt(source: BaseCheckpoint, out: str | Path, *, tokenizer: Tokeniz
 
 
 def open_dcp(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
-    """Open the model in the DCP folder `path`. Raises ValueError, in one line, if it is not valid or not a GPT-2."""
+    """Open the model in the DCP folder `path`. Raises ValueError, in one line, if the folder is not valid or holds no
+    GPT-2."""
     folder = DcpCheckpoint(path)
     tensors = {name: LazyTensor.from_checkpoint(folder, name) for name in folder.tensors}
     matches = [match for name in tensors if (match := OPTIMIZER_STATE.fullmatch(name))]
@@ -409,8 +410,8 @@ def _named_state(
 
 
 def write_dcp(source: BaseCheckpoint, out: str | Path) -> Path:
-    """Write `source` into the new folder `out`, and return the folder. If the source has masters, they are the weights,
-    and AdamW's state is written, too. Only one tensor at a time must be in memory."""
+    """Write `source` into the new folder `out`, and return the folder. If the source has masters, they are written as
+    the weights, and AdamW's state is written, too. Only one tensor at a time must be in memory."""
     with new_folder(out) as folder:
         exported = export_state(source, folder, transposed=True)
         weights = exported.pop("model")

@@ -69,8 +69,8 @@ def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
-    """Open the tokenizer of a Hugging Face folder. Raises ValueError, in one line, if it is not a byte-level BPE with
-    GPT-2's rules.
+    """Open the tokenizer of a Hugging Face folder. Raises ValueError, in one line, if the tokenizer is not a byte-level
+    BPE with GPT-2's rules.
 
     files: paths by name, of vocab.json and merges.txt or of tokenizer.json.
     """

@@ -5,8 +5,8 @@ Tensors of the folder are global, so they do not depend on the layout of the run
 
 `fully_reshardable`
     The parameters of all layers are stacked, as [layers, ...] under `decoder.layers.NAME`, or separate, under
-    `decoder.layers.N.NAME`. Adam's state has the same names after `optimizer.state.KIND.`. Our exports have this form,
-    which Megatron Core's distributed optimizer loads in every layout. Megatron Core 0.16 writes some values to a wrong
+    `decoder.layers.N.NAME`. Adam's state has the same names after `optimizer.state.KIND.`. Megatron Core's distributed
+    optimizer loads this form in every layout, so our exports have it. Megatron Core 0.16 writes some values to a wrong
     place if it pads a bucket that is not the last of its buffer. `ForeignCheckpoint` finds wrong values, because it
     compares each master, rounded to the dtype of the weights, with the weight.
 
@@ -118,7 +118,8 @@ WITH_EXTRA_STATE = (
 
 
 def open_torch_dist(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
-    """Open the checkpoint in `path`, the folder of an iteration. Raises ValueError, in one line, if it is not valid."""
+    """Open the checkpoint in `path`, the folder of an iteration. Raises ValueError, in one line, if the checkpoint is
+    not valid."""
     backend = read_json_object(path / CONFIG, MAX_JSON_BYTES).get("sharded_backend")
     is_ours = backend == "torch_dist"
     require(is_ours, f"{path / CONFIG}: sharded_backend is {short_repr(backend)}, but must be torch_dist")
@@ -309,8 +310,8 @@ def _read_flat(folder: DcpCheckpoint, bucket: str, start: int, shape: Shape) -> 
 
 def write_torch_dist(source: BaseCheckpoint, out: str | Path, layout: MegatronLayout, *, log: Log = print) -> Path:
     """Write `source`, with Adam's state if it has one, into the new folder `out`. Return the iteration's folder.
-    Megatron can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that
-    Megatron Core does not support."""
+    Megatron can load the checkpoint in every layout; `layout` is saved in the arguments. Raises ValueError for a layout
+    that Megatron Core does not support."""
     model = padded_model_config(source, layout.tensor)
     chunks_of_stages(model, layout, "megatron-core")  # `chunks_of_stages` checks the layout.
     specs = model_partition_specs(model, layout.tensor)

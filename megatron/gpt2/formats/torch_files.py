@@ -6,11 +6,11 @@ torch.load(weights_only=True) reads valid files of torch.save, but does not limi
 the process. Storages of a legacy file are allocated before torch checks that they exist, and compressed records are
 inflated. torch also reads a legacy file as a whole.
 
-A file of a DCP folder is a sequence of small torch.save files, each with a slice of a tensor or with an object.
-The file `.metadata` is a pickle of protocol 4 or 5. For every tensor it has the dtype, the shape and the slices.
-For every slice and object it has the file, the first byte and the number of bytes. `.metadata` needs 71 pickle
-instructions for a slice, more than files of torch.save. torch itself reads `.metadata` with Python's unpickler. Neither
-reading nor writing needs a process group.
+A file of a DCP folder is a sequence of small torch.save files, each with a slice of a tensor or with an object. The
+file `.metadata` is a pickle of protocol 4 or 5. `.metadata` has the dtype, the shape and the slices of every tensor,
+and the file, the first byte and the number of bytes of every slice and object. `.metadata` needs 71 pickle instructions
+for a slice, more than files of torch.save. torch itself reads `.metadata` with Python's unpickler. Neither reading nor
+writing needs a process group.
 """
 
 import math
@@ -54,7 +54,7 @@ STORAGE_DTYPES = {
     "Byte": torch.uint8,
     "Bool": torch.bool,
 }
-# The number of pickle instructions is limited. A 72-layer model with Adam's state needs half of them.
+# The number of pickle instructions is limited. A 72-layer model with Adam's state needs half of this number.
 BUDGET = 1_250_000
 STORAGES = {
     f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in STORAGE_DTYPES.items()
@@ -148,7 +148,7 @@ def _load_legacy(data: memoryview) -> Any:
     """Load a legacy file: magic number, version, system, object, keys of storages, then the storages with their
     lengths.
 
-    The object precedes the storages, so it is read a second time when their positions are known.
+    The object precedes the storages, so the object is read a second time when the positions of the storages are known.
     """
     sizes: dict[str, tuple[torch.dtype, int]] = {}
     starts: dict[str, int] = {}
