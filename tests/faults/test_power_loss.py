@@ -39,12 +39,12 @@ from tests.conftest import ROOT
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
+UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # files that no check reads
 CALLS = "openat,write,fsync,mkdir,rmdir,unlink,unlinkat,rename"
 ARGUMENT = re.compile(r'<((?:\\x..)+)>|"((?:\\x..)*)"')  # the path of a file descriptor, or a string argument
-ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # prctl's PR_SET_PTRACER with PR_SET_PTRACER_ANY
-MARK = "mark"  # A write to this file marks that everything before is committed.
 TEXT = ROOT / "LICENSE"
-UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # files that no check reads
+MARK = "mark"  # A write to this file marks that everything before is committed.
+ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def record(make: Callable[[Path], None], folder: Path) -> list[Call]:
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     output = folder.with_suffix(".strace")
-    ctypes.CDLL(None).prctl(*ALLOW_ANY_TRACER)
+    ctypes.CDLL(None).prctl(*ALLOW_ANY_TRACER)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
     flags = f"-f -y -xx -s 99999999 -e trace={CALLS} -p {os.getpid()} -o".split()
     with subprocess.Popen(["strace", *flags, f"{output}"], stderr=subprocess.PIPE, text=True) as strace:
         if "attached" not in (said := strace.stderr.readline()):
@@ -115,12 +115,12 @@ class Node:
 
     def possible_data(self) -> list[bytes]:
         """Return the possible contents of a file on the disk: with all new bytes, with none, with half of them, or with
-        zeros instead."""
+        zeros instead of them."""
         new, kept = self.content, len(self.synced) if self.content.startswith(self.synced) else 0
         return [new, self.synced, new[: (kept + len(new)) // 2], new[:kept].ljust(len(new), b"\0")]
 
 
-# Changed entries of folders: (folder, name, the new node or None). After a sync of the first folder, they are on the
+# Changed entries of folders: (folder, name, the new node or None). A sync of the first folder puts the changes on the
 # disk.
 Change = tuple[tuple[Node, str, Node | None], ...]
 Tree = dict[str, bytes | None]  # the data of each path; None stands for a folder

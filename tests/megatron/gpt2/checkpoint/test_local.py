@@ -60,16 +60,16 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str
 
 def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) -> None:
     found = run_ranks(save_lose_and_assemble, 4, tmp_path)
-    assert all(one["saved"] == [True] * 3 for one in found)
+    assert all(of_rank["saved"] == [True] * 3 for of_rank in found)
     # Each machine has the last two checkpoints: the files of its ranks and of the previous machine.
     by_machine = {"a": (0, 2, 3), "b": (1, 0), "c": (2, 3, 1)}
-    for host, one in zip(HOSTS, found, strict=True):
-        assert one["files"] == sorted(
+    for host, of_rank in zip(HOSTS, found, strict=True):
+        assert of_rank["files"] == sorted(
             f"iter_{number:07d}/mp_rank_{rank:02d}/model.safetensors" for number in (2, 3) for rank in by_machine[host]
         )
-    assert all(torch.equal(one["w"], 3 * ROWS) and one["at"] == 3 for one in found)
+    assert all(torch.equal(of_rank["w"], 3 * ROWS) and of_rank["at"] == 3 for of_rank in found)
     assert "missing files of a local checkpoint from other machines in" in found[0]["said"][0]
-    assert not any(line.startswith("WARNING") for one in found for line in one["said"])
+    assert not any(line.startswith("WARNING") for of_rank in found for line in of_rank["said"])
 
 
 def failing_disk(rank: int, world_size: int, folder: Path) -> tuple[bool, list[str], list[str]]:

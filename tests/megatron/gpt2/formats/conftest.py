@@ -1,4 +1,4 @@
-"""The tests of formats run on one rank, unless they start more."""
+"""The tests of formats run on one rank, unless a test starts more ranks."""
 
 import shutil
 from collections.abc import Iterator

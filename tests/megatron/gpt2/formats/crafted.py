@@ -113,7 +113,8 @@ WELL_FORMED = {
     "sizes that take years to print": b"}(" + text("model") + b"}" + text("model_args") + b"}(" + text("n_layer")
     + DOUBLED + b"uu",
 }  # fmt: skip
-IN_BOTH = {  # These are written as zip files and as legacy files.
+
+IN_BOTH = {  # These pickles are written as zip files and as legacy files.
     "a storage of 2**45 elements": tensor(storage(numel=LONG)),
     "a tensor past its storage": tensor(storage(), offset=b"K\x01"),
     "a key that takes years to hash": b"}" + DOUBLED + b"Ns",
