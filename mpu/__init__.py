@@ -1,6 +1,7 @@
 """Model parallelism in the Megatron style: process groups, split layers and their collectives. The package needs only
 torch; dropout with given seeds also needs numpy. On a GPU, Triton (a part of torch's builds for GPUs) computes norms,
-GELU, the loss, AdamW and this dropout. If a Triton kernel fails, `TritonKernel` warns and uses PyTorch's operators.
+GELU, the loss, AdamW and dropout with given seeds. If a Triton kernel fails, `TritonKernel` warns and uses PyTorch's
+operators.
 
 The modules, from the lowest to the highest:
 
@@ -99,7 +100,7 @@ from mpu.transformer import (
     TransformerConfig,
 )
 
-# These names were public until version 0.3.
+# The following names were public until version 0.3.
 squared_norm, hidden_dropout = all_reduced_squared_norm, apply_hidden_dropout
 exchange, send_to_next_stage, receive_from_previous_stage = batched_p2p_ops, send_forward, recv_forward
 

@@ -90,7 +90,7 @@ class ActivationOffload:
 
     def release(self, host: Tensor) -> None:
         """Make a buffer of `allocate` available again. A copy from the buffer may still run, because the copy stream
-        runs later copies into the buffer after it."""
+        runs later copies into the buffer after the running copy."""
         self._free_buffers[host.numel(), host.dtype].append(host)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:

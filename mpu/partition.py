@@ -116,7 +116,8 @@ class PartitionSpec:
         return local
 
     def merge(self, shards: list[Tensor]) -> Tensor:
-        """Return the global tensor, without padding, from the tensors of all ranks. This is the inverse of `split`."""
+        """Return the global tensor, without padding, from the tensors of all ranks. `merge` is the inverse of
+        `split`."""
         if self.dim is None:
             return shards[0].clone()
         return torch.cat([self.without_padding(s, r, len(shards)) for r, s in enumerate(shards)], dim=self.dim)

@@ -3,10 +3,10 @@
 GPT-2's dropout uses `make_dropout_seeds` by default (`--dropout-rng counter`, described below). With `--dropout-rng
 torch`, and in attention on a GPU, dropout draws from two streams:
 
-    default generator:  Equal on all ranks of a tensor-parallel group. It draws the masks of embeddings and hidden
-                        states, which are replicated.
-    tracker:            Seeded with seed + 2718 + tensor-parallel rank. It draws the masks of attention, whose heads
-                        are split, and of hidden states with sequence parallelism.
+    default generator:  draws the same masks of embeddings and hidden states on all ranks of a tensor-parallel group,
+                        because these tensors are replicated
+    tracker:            draws the masks of attention, whose heads are split, and with sequence parallelism those of
+                        hidden states; its seed is seed + 2718 + tensor-parallel rank
 
 A program that needs different numbers on each data-parallel rank or pipeline stage must pass different seeds. All
 functions work on CPU and GPU. Some names contain "cuda" because Megatron's names do.
@@ -218,10 +218,11 @@ def checkpoint_without_output(
     [s, b, h]. With several xs, the arguments of the consumer are function(x) of each x.
 
     `function` saves x for its own backward anyway, so saving x needs no more memory. The output of `function` must be
-    contiguous. Under torch.compile this is a plain call, because the compiler decides what to save or recompute.
+    contiguous. Under torch.compile the function makes a plain call, because the compiler decides what to save or
+    recompute.
 
-    In a layer of GPT-2 124M on a CPU, this frees 19 of the 50 MB of a micro-batch and costs up to 6 % of the time
-    (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.
+    In a layer of GPT-2 124M on a CPU, the function frees 19 of the 50 MB of a micro-batch and costs up to 6 % of the
+    time (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.
     Megatron's CheckpointWithoutOutput frees the output and restores it in a hook. This function uses a saved-tensor
     hook: when the consumer saves the output, the hook recognises its address and saves the input instead.
     """

@@ -1,4 +1,4 @@
-"""The transformer layer. Its attention and MLP are split over a tensor-parallel group (arXiv:1909.08053, section 3).
+"""The transformer layer, whose attention and MLP are split over a tensor-parallel group (arXiv:1909.08053, section 3).
 
 Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, tp tensor-parallel size.
 
@@ -359,8 +359,8 @@ class FusedTransformerLayer(ParallelTransformerLayer):
     kernel of the next layer adds. `kernels.hidden_states` returns the sum of the terms.
 
     The base class's forward runs in generation, with selective recomputation, and if torch's generators draw the
-    dropout masks, because the fused functions do not support these cases. It also runs if a layer norm, `attention` or
-    `mlp` has a hook, because the fused forward does not call them as modules.
+    dropout masks, because the fused functions do not support these cases. The base class's forward also runs if a layer
+    norm, `attention` or `mlp` has a hook, because the fused forward does not call them as modules.
     """
 
     def forward(  # type: ignore[override]

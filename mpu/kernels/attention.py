@@ -34,7 +34,7 @@ SEEDED_QUERY_BLOCK = 128
 # time than with the scores of all heads at once (b·n = 24, s = 1,024). With seeded dropout, twice as many scores take
 # 4 % less time (8 samples of 256 tokens, 4 heads, bf16, one thread).
 SCORES = {QUERY_BLOCK: 3 << 18, SEEDED_QUERY_BLOCK: 3 << 19}
-# The longest sequence whose probabilities are saved for backward. Those of a longer sequence need too much memory.
+# The longest sequence whose probabilities are saved for backward. Longer sequences have too many probabilities.
 SAVED_UP_TO = 512
 
 

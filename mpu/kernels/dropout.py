@@ -50,7 +50,8 @@ def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[
 
 @functools.lru_cache(maxsize=8)
 def _generator(seed: int, thread: int) -> tuple[Any, Any]:
-    """Return a Philox generator of this thread with the seed, and its state. Creating a generator takes 16 µs."""
+    """Return a Philox generator of this thread with the seed, and the state of the generator. Creating a generator
+    takes 16 µs."""
     import numpy as np  # torch has no Philox generator for a CPU.
 
     generator = np.random.Philox(key=np.array([seed % WORD, 0], dtype=np.uint64))
@@ -69,9 +70,9 @@ def random_draws(mask: MaskId, first_block: int, blocks: int) -> Tensor:
 def zero_dropped(x: Tensor, drawn: Tensor, dropped: int, out: Tensor) -> None:
     """out = x, with zeros where the draw drops an element.
 
-    This is the backward pass of torch's `threshold`: the draw is its input, and the bits of x, as integers, are its
-    gradient. `threshold_backward` takes 0.1 ns for an element in bf16, and `torch.where` takes 4.1 ns (one thread of an
-    AMD EPYC).
+    `zero_dropped` calls the backward of torch's `threshold` with the draw as the input and the bits of x, as integers,
+    as the gradient. `threshold_backward` takes 0.1 ns for an element in bf16, and `torch.where` takes 4.1 ns (one
+    thread of an AMD EPYC).
 
     drawn: int16, of x's shape.
     dropped: a result of `drop_threshold`. With 0, nothing is dropped.

@@ -14,7 +14,7 @@ The kernel of the loss reads each logit once from memory and overwrites it once.
     d logits = weight · (softmax(logits) - one-hot(target))
 
 The operations on lists of tensors (the sum of squares, AdamW, and gradients that are added to their buckets) take one
-launch for all tensors. A program computes one chunk of one tensor, which it finds in a table on the GPU, int64
+launch for all tensors. A program computes one chunk of one tensor, which the program finds in a table on the GPU, int64
 [2 + lists, tensors]. For each tensor the table has the index of its first chunk, its number of elements and, for each
 list, its distance from the first tensor of the list. Distances are counted in units of 16 elements, so that the
 compiler loads 16 bytes at once.
@@ -236,7 +236,7 @@ def add_up_kernel(sums, out, programs, width, ROWS: tl.constexpr):
 
 
 def add_up(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [programs, ...] -> the sum over the programs, in one launch; torch's sum and its rounding take three."""
+    """float32 [programs, ...] -> the sum over the programs, in one launch. torch would take three launches."""
     out = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
     add_up_kernel[(triton.cdiv(out.numel(), SUM_COLUMNS.value),)](
         sums, out, len(sums), out.numel(), ROWS=triton.next_power_of_2(len(sums)), num_warps=SUM_WARPS
@@ -511,9 +511,9 @@ def cross_entropy_gradient_(
 
 
 def launch_on_lists(kernel, lists: Sequence[Sequence[Tensor]], *args: object, **constants: bool) -> bool:
-    """Start a program for each chunk of the tensors in these lists. Tensors with the same index have the same size in
-    all lists. The kernel gets the first tensor of each list, the table, the number of tensors, and `args`. The table
-    has sizes in units of UNIT elements if every size is a multiple of UNIT, else in elements.
+    """Start a program for each chunk of the tensors in `lists`. Tensors with the same index have the same size in all
+    lists. The kernel gets the first tensor of each list, the table, the number of tensors, and `args`. The table has
+    sizes in units of UNIT elements if every size is a multiple of UNIT, else in elements.
 
     Return False, and start nothing, if a tensor is not contiguous, if the tensors of a list differ in dtype, or if a
     distance is not a multiple of UNIT.

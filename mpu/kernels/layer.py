@@ -29,7 +29,7 @@ WIDEST = 4096  # The sums of a row with this number of elements fit into a GPU's
 
 class ResidualTerms(NamedTuple):
     """The terms of the hidden states x + dropout(branch + bias), [s, b, h], which are not added yet. The kernel that
-    adds them also computes the next layer norm, and so need not read the sum again.
+    adds the terms also computes the next layer norm, and so need not read the sum again.
 
     branch, bias: [s, b, h] and [h], or None if the hidden states are x.
     dropout_seeds: int64 [b, 3], or None without dropout.
@@ -54,7 +54,7 @@ def has_fused_layer(x: Tensor) -> bool:
 def gelu_with_bias_gradient(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """gelu(x) of any shape [..., f].
 
-    bias: the bias [f] that was already added to x. The bias is an argument so that backward returns its gradient.
+    bias: the bias [f] that was already added to x. Backward returns the gradient of the bias.
     """
     out: Tensor = _Gelu.apply(x, bias, approximate)  # type: ignore[no-untyped-call]
     return out
@@ -63,7 +63,7 @@ def gelu_with_bias_gradient(x: Tensor, bias: Tensor | None, approximate: str) ->
 def split_qkv(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """[s, b, n, 3, d] -> three views [b, n, s, d].
 
-    bias: the bias [3·n·d] that was already added to qkv. The bias is an argument so that backward returns its gradient.
+    bias: the bias [3·n·d] that was already added to qkv. Backward returns the gradient of the bias.
     """
     out: tuple[Tensor, Tensor, Tensor] = _SplitQKV.apply(qkv, bias)  # type: ignore[no-untyped-call]
     return out

@@ -49,7 +49,7 @@ def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return y.view(*x.shape[:-1], weight.size(0))  # [r, o] -> [..., o]
 
 
-PACKED_ROWS = 8  # Blocks for 2 to 64 rows are equally fast; in float32, blocks for 1 row are slower.
+PACKED_ROWS = 8  # rows of x for which oneDNN chooses the blocks: 2 to 64 are equally fast, 1 is slower in float32
 
 
 def pack_weight(weight: Tensor) -> Tensor:

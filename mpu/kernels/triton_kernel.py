@@ -41,14 +41,14 @@ MIN_TOLERANCE = 1e-5  # relative to the largest value of a result
 class TritonKernel(Generic[P, R]):
     """An operation with a Triton kernel for GPUs. See the module's docstring.
 
-    reference: the operation in plain PyTorch, for every device. Its first argument is a tensor, or a list of
-        tensors with at least one, which decides device and dtype. An operator either returns new tensors, or
-        writes into arguments and returns None.
+    reference: the operation in plain PyTorch, for every device. The first argument is a tensor, or a list of tensors
+        with at least one, which decides device and dtype. An operator either returns new tensors, or writes into
+        arguments and returns None.
     examples: dtype -> lists of small arguments on the CPU for the comparison. Use `example_tensor` for random numbers,
         because torch's generators belong to the run.
     mutates_args: names of the arguments that the operation writes into.
     fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). A
-        reference that reads values or uses the CPU needs this function.
+        reference that reads values or uses the CPU needs a fake.
 
     name: the name of the operator in torch.ops.mpu, and of the kernel.
     written: the positions of the arguments that the operation writes into.

@@ -37,7 +37,7 @@ def test_split_and_merge_are_inverse(spec: PartitionSpec, world_size: int):
 
 @pytest.mark.parametrize("bad", [-100, -1, 10])
 def test_an_id_outside_the_vocabulary(bad: int):
-    """On a CPU the host raises the error. A GPU raises it on the device, because the host does not wait."""
+    """On a CPU the host raises the error. A GPU raises the error on the device, because the host does not wait."""
     ids = torch.tensor([[0, 9], [bad, 5]])
     with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary, 0 to 9; to leave a token out, "):
         check_ids(ids, 10, "target")

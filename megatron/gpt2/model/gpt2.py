@@ -28,7 +28,7 @@ from mpu.layers import InitMethod
 from mpu.mappings import enter_model_parallel_region
 from mpu.transformer import FusedTransformerLayer
 
-TIED_WEIGHT = "word_embeddings.weight"  # The head uses this weight, too.
+TIED_WEIGHT = "word_embeddings.weight"  # also the weight of the head
 
 
 def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
@@ -51,11 +51,10 @@ class TransformerBlockConfig(mpu.TransformerConfig):
     names of megatron.core, except `checkpoint_in_cpu`, which is a flag of Megatron-DeepSpeed.
 
     recompute_num_layers: with recompute_granularity "full", how many layers are recomputed from one saved input.
-    distribute_saved_activations: with "full", each rank saves only its shard of these inputs. This field has no effect
+    distribute_saved_activations: with "full", each rank saves only its shard of layer inputs. This field has no effect
         with sequence_parallel, which already shards the inputs.
-    checkpoint_in_cpu: with "full", these inputs are saved in host memory. This field has no effect on a CPU.
-    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory. This field
-        has no effect on a CPU.
+    checkpoint_in_cpu: with "full", a GPU saves layer inputs in host memory.
+    cpu_offloading_num_layers: with "none", a GPU saves the activations of the first N layers in host memory.
     """
 
     recompute_num_layers: int = 1

@@ -19,7 +19,7 @@ from mpu import kernels
 from mpu.grads import all_reduce_coalesced
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
-BYTES_AT_ONCE = 32 << 20  # A GPU adds gradients of this size to their buckets in one launch.
+BYTES_AT_ONCE = 32 << 20  # A GPU adds gradients of this total size to their buckets in one launch.
 
 
 class BucketReducer:
@@ -40,8 +40,8 @@ class BucketReducer:
     Under sequence parallelism, gradients of replicated parameters are also summed over the tensor-parallel group.
 
     in_bf16: whether gradients are rounded to bf16 before they are sent, and summed in bf16.
-    embedding_group: the ranks that have the parameter `buffer.tied_param`. Its gradient is summed over these ranks at
-        the end of a step.
+    embedding_group: the ranks that have the parameter `buffer.tied_param`. At the end of a step, these ranks sum the
+        gradient of the parameter.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class ShardedGradReducer(BucketReducer):
 
 
 class TiedGradAccumulator:
-    """Implements `TiedGradSink`: adds the gradient of the tied matrix to the reducer without autograd. This gradient
-    has two parts: the head's and the embedding's.
+    """Implements `TiedGradSink`: adds the gradient of the tied matrix to the reducer without autograd. The gradient of
+    the tied matrix has two parts: the head's and the embedding's.
 
     name: the name under which the gradient of the head is reduced.
     embedding_name: the name under which the gradient of the embedding is reduced.
@@ -232,7 +232,8 @@ class TiedGradAccumulator:
         self._head_gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient of the head, [v/tp, h]. With joins_parts, only `add_rows` adds this gradient."""
+        """Add the gradient of the head, [v/tp, h]. With joins_parts, `add` stores the gradient, and `add_rows` adds it
+        to the reducer."""
         if self._joins_parts:
             # Keep the gradient in the model's precision, because memory is fullest at the start of backward.
             self._head_gradient = gradient

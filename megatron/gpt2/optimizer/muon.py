@@ -14,9 +14,9 @@ Sources: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) for μ
 a typical update of AdamW, so both parts share --lr and --weight-decay. Megatron's --muon-scale-mode spectral also
 multiplies by √max(m, n).
 
-Q, K and V are orthogonalized separately, as in Megatron. If they were one matrix, the largest of the three gradients
-would decide the scale of all three updates. The order of the heads does not matter, because orthogonalization does not
-depend on the order of rows.
+Q, K and V are orthogonalized separately, as in Megatron. If Q, K and V were one matrix, the largest of the three
+gradients would decide the scale of all three updates. The order of the heads does not matter, because orthogonalization
+does not depend on the order of rows.
 
 One rank orthogonalizes a whole matrix, with the same operands in every layout, as --exact-layouts needs. The matrices
 are divided over the tensor-parallel ranks, and with a sharded optimizer also over the data-parallel ranks. In a step a
@@ -60,7 +60,7 @@ def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     is_tall = x.size(1) > x.size(2)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)).to(dtype)
-    x = x.mT if is_tall else x  # X Xᵀ is then the smaller one of the two products.
+    x = x.mT if is_tall else x  # For a wide matrix X, X Xᵀ is smaller than Xᵀ X.
     for _ in range(steps):
         product = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(product, product, product, beta=b, alpha=c), x, beta=a)

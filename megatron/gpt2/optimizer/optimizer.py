@@ -1,7 +1,7 @@
 """AdamW on float32 masters, for fp32, bf16 and fp16, without a host synchronisation.
 
 Three values of a step are scalars on the device: whether the step is skipped, the factor that clips gradients, and the
-learning rate, which depends on the number of steps that were not skipped. The host reads these values only for log
+learning rate, which depends on the number of steps that were not skipped. The host reads the three values only for log
 lines.
 
 Each rank updates its owned ranges of the buffer: the whole buffer or, with a sharded optimizer (ZeRO stage 1,
@@ -31,9 +31,9 @@ class LossScaler:
     """The loss scale of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16. The scale is
     on the device, so the host does not wait for an update.
 
-    A dynamic scale changes as in Megatron. The first `hysteresis` - 1 overflows only skip a step. Each overflow after
-    these also halves the scale, to `min_loss_scale` at least. `loss_scale_window` steps in a row without an overflow
-    double the scale, and start a new count of overflows.
+    A dynamic scale changes as in Megatron. The first `hysteresis` - 1 overflows only skip a step. Each later overflow
+    also halves the scale, to `min_loss_scale` at least. `loss_scale_window` steps in a row without an overflow double
+    the scale, and start a new count of overflows.
 
     scale: float32 scalar on the device.
     """
@@ -186,7 +186,7 @@ class MixedPrecisionOptimizer:
         # The norm is the same on all ranks, so either all ranks skip the step or none. x · 0 is NaN exactly if x is not
         # finite. `x * 0 != 0` takes 3 kernels on a GPU; torch.isfinite takes 6.
         self.found_inf = (self.grad_norm * 0 != 0).float()
-        # AdamW's fused kernel divides gradients by grad_scale, so no other pass unscales and clips them.
+        # AdamW's fused kernel divides gradients by grad_scale, so no other pass unscales and clips the gradients.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
         grads = self._to_masters(grads)
         # With an offloaded optimizer, this copy makes the host wait for the device, also for the copies of gradients.

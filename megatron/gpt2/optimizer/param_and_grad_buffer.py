@@ -85,8 +85,8 @@ class ParamAndGradBuffer:
     data_parallel_rank, data_parallel_size: this rank's number in the data-parallel group, and that group's size.
     sharded: whether the optimizer of this rank updates only its shard of every bucket.
     offloaded: whether the state of the optimizer is in host memory.
-    tied_param: a parameter of which another pipeline stage has a copy. It has a separate bucket, so that both stages
-        shard the parameter in the same way.
+    tied_param: a parameter of which another pipeline stage has a copy. The parameter has a separate bucket, so that
+        both stages shard it in the same way.
     tied_param_is_duplicate: whether the other stage counts the tied parameter in the norm.
     muon_params: the parameters that Muon updates.
     lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).

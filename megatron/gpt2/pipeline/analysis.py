@@ -75,8 +75,8 @@ def timetable(schedule: PipelineSchedule, costs: Sequence[ActionCosts]) -> Timet
 def max_in_flight(schedule: PipelineSchedule, queued: float = 1.0) -> list[float]:
     """Return for each rank the maximum number of micro-batches in flight, counted in micro-batches of one chunk.
 
-    queued: how much a micro-batch counts between its B and its W. W needs only a part of the activations. Between F and
-        B a micro-batch counts 1.
+    queued: the count of a micro-batch between its B and its W: at most 1, because W needs only a part of the
+        activations. Between F and B the count is 1.
     """
     change = {"F": 1.0, "B": queued - 1 if schedule.splits_backward else -1.0, "W": -queued}
     return [max(accumulate(change[action.kind] for action in actions)) for actions in schedule.ranks]

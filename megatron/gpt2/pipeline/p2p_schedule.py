@@ -5,11 +5,11 @@ that it posts in one batch (`torch.distributed.batch_isend_irecv`). A receive at
 sender wait, or cause a deadlock.
 
 The positions are found by a simulation of the schedule with the relative times of actions (`ActionCosts`). A message is
-exchanged at the first time at which both of its ranks are between two actions, and both ranks post it there. The
-receiver keeps the tensor until an action needs it. A rank starts its next action as soon as the input of the action is
-there. There is one exception: the rank waits for a busy partner if the partner's next action needs a message from the
-rank, unless the rank's own next action would end sooner. All messages are exchanged in the order of simulated time, so
-no deadlock is possible.
+exchanged at the first time at which both of its ranks are between two actions, and both ranks post the message there.
+The receiver keeps the tensor until an action needs it. A rank starts its next action as soon as the input of the action
+is there. There is one exception: the rank waits for a busy partner if the partner's next action needs a message from
+the rank, unless the rank's own next action would end sooner. All messages are exchanged in the order of simulated time,
+so no deadlock is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):
@@ -69,7 +69,7 @@ class P2PMessage:
 
 @dataclass
 class CommStep:
-    """An action of a rank, and the messages that the rank posts in one batch before it.
+    """An action of a rank, and the messages that the rank posts in one batch before the action.
 
     action: None for the final send.
     """

@@ -14,8 +14,7 @@ from mpu.random import POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT
 
 
 def test_the_draws_of_three_blocks_never_change():
-    """tests/fake_cuda/interpreted.py compares these draws with a kernel in Triton, which has the definition of
-    Philox4x64-10."""
+    """tests/fake_cuda/interpreted.py compares these draws with a Triton kernel that implements Philox4x64-10."""
     words = random_draws((1234, 7, 5 << 8 | 2, 1 << 32 | 3), 40, 3).view(torch.int64)
     assert words.tolist() == [
         *(4289027515643221729, -9007558207789683471, -8134218896505496836, -935279685475301272),

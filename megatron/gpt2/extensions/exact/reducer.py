@@ -23,8 +23,8 @@ from mpu import ParallelState
 from mpu.mappings import all_gather_single
 
 # The tied matrix has two gradients: the embedding's and the head's. In a pipeline the two gradients are on two stages,
-# so every layout reduces them separately before their sum. A rank with both gradients reduces the embedding's under the
-# name EMBEDDING_GRADIENT.
+# so every layout reduces both separately and then adds the results. A rank with both gradients reduces the embedding's
+# under the name EMBEDDING_GRADIENT.
 EMBEDDING_GRADIENT = f"{TIED_WEIGHT}, the embedding's"
 
 LeafRange = tuple[int, int]  # the leaves of a partial sum: the number of the first leaf, and that of the last plus 1
@@ -100,8 +100,8 @@ class ExactBucketReducer(BucketReducer):
         leaf = first_leaf + self._num_microbatches - self._awaited[name]
         push(waiting, (waiting[-1][0][1] if waiting else first_leaf, leaf + 1), grad, self._block)
         (start, end), _ = waiting.pop()
-        # The next leaf of a block can be added directly. A leaf of `by_rows` is a sum over rows, which must start from
-        # zero.
+        # The next leaf of a block can be added directly to the current partial sum. A leaf of `by_rows` is a sum over
+        # rows, which must start from zero.
         grows = end - start < self._block and start % self._block == 0 and name != self._by_rows
         if self._awaited[name] > 1 and not grows:
             waiting.append(((start, end), grad.clone()))
