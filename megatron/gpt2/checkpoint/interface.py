@@ -92,7 +92,7 @@ class BaseCheckpoint:
 
     path: the iteration's folder, or the file.
     format: one of `formats.FORMATS`.
-    tensors: the saved tensors by our names, "model.<parameter>" and, if the checkpoint holds them, "master.",
+    tensors: the saved tensors by our names, "model.<parameter>" and, if the checkpoint contains them, "master.",
         "exp_avg." and "exp_avg_sq.".
     metadata: the values that our manifest has about a run, as far as this format saves them. "config" (at least
         {"model": {field of ModelConfig: value}}), "vocab_size" and "iteration" are always there.

@@ -3,7 +3,7 @@ failure, the run continues from its last local checkpoint and loses steps instea
 
     <--local-checkpoint-dir>/<run>/iter_0000120/
 
-The files have the usual format (writer.py), but they need no file system that all machines share. Each machine keeps
+The files have the usual format (writer.py), but they need no file system that all machines share. Each machine stores
 the files of its ranks, a copy of the files of the previous machine, and all tables. The run can therefore lose any one
 machine.
 

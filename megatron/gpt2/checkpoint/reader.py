@@ -172,8 +172,9 @@ def file_header(
 
 
 def parse_table(files: Any, tensors: Mapping[str, TensorInfo]) -> RankTable:
-    """Parse the second line of a table, or `files` of a manifest of version 1. Raises ValueError, KeyError, TypeError
-    or AttributeError, which `wrap_errors` converts, if a path, a slice or a size is not possible."""
+    """Parse the files and slices of a rank: the second line of a table, or the entry `files` in a manifest of version
+    1. Raises ValueError, KeyError, TypeError or AttributeError, which `wrap_errors` converts, if a path, a slice or a
+    size is not possible."""
     table = RankTable({}, {})
     for file, info in files.items():
         if not _FILE_NAME.fullmatch(file):

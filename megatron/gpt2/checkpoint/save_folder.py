@@ -2,7 +2,7 @@
 format.
 
 The latest-iteration file, `latest_checkpointed_iteration.txt` (`LATEST_FILE`), names the iteration to load. If an
-iteration is saved again, its existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the
+iteration is saved again, its existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) contains the
 checkpoint with the lowest validation loss: iter_0000700/, a latest-iteration file and tokenizer/, so that `--load` can
 open `best/`. A resumed run reads the lowest loss from the manifest in `best/`.
 

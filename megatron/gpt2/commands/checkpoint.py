@@ -7,9 +7,8 @@
     python tools/checkpoint.py convert DIR OUT --to {native,huggingface,megatron-2019,...} [--check]
     python tools/checkpoint.py diff A B
 
-The program runs on a CPU without a process group, holds about one tensor in memory, and detects the format of the
-source.
-Exit codes: 0; 1 if a difference or damage was found; 2 for bad input.
+The program runs on a CPU without a process group, has about one tensor in memory at a time, and detects the format of
+the source. Exit codes: 0; 1 if a difference or damage was found; 2 for bad input.
 """
 
 import argparse

@@ -99,7 +99,7 @@ class TensorComparison(NamedTuple):
 
 
 class CheckpointDifference(NamedTuple):
-    """The differences of all tensors of the kinds (model, master, exp_avg, exp_avg_sq) that both checkpoints hold.
+    """The differences of all tensors of the kinds (model, master, exp_avg, exp_avg_sq) that both checkpoints contain.
 
     `not_compared` lists the kinds that only one checkpoint has. Random states depend on the layout and are never
     compared.

@@ -314,7 +314,8 @@ def same_step(steps: Iterable[Any]) -> int:
 
 
 def has_optimizer(source: BaseCheckpoint) -> bool:
-    """Return True if `source` holds masters and AdamW's moments. A run with Muon has no second moments of matrices."""
+    """Return True if `source` contains masters and AdamW's moments. A run with Muon has no second moments of
+    matrices."""
     names = [name.removeprefix("model.") for name in source.tensors if name.startswith("model.")]
     return all(f"{kind}.{name}" in source.tensors for kind in OPTIMIZER_KINDS for name in names)
 

@@ -130,7 +130,8 @@ def _add_byte_pairs(writer: Any, tokenizer: Tokenizer) -> str:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(sorted(ids, key=ids.__getitem__))
     writer.add_token_types([CONTROL if number == tokenizer.eod else NORMAL for number in range(len(ids))])
-    # llama.cpp refuses an empty list, which a tokenizer of bytes has. No text has these two bytes in succession.
+    # llama.cpp refuses an empty list, which a tokenizer of bytes has. UTF-8 text does not contain the byte 0xff, which
+    # ÿ stands for.
     writer.add_token_merges(files["merges.txt"].decode().splitlines()[1:] or ["ÿ ÿ"])
     return ""
 

@@ -2,7 +2,7 @@
 Megatron model.
 
 Each folder `mp_rank_TT` or, with a pipeline, `mp_rank_TT_PPP` has a file model_optim_rng.pt. DeepSpeed writes
-mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or several with interleaved stages: `model0`,
+mp_rank_TT_model_states.pt. A file contains one chunk of layers, `model`, or several with interleaved stages: `model0`,
 `model1`, ... Layers are numbered from 0 in every chunk. In the model, the first chunks of all files precede the second
 chunks.
 
@@ -95,7 +95,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def detect_megatron_format(path: Path) -> str:
-    """Return the format of `path`, the file of a rank. Raises ValueError if the file holds no model."""
+    """Return the format of `path`, the file of a rank. Raises ValueError if the file contains no model."""
     with file_errors(path):
         top = load_torch_file(path)
         if path.name.endswith("_states.pt") or "module" in top:
@@ -261,7 +261,7 @@ def write_megatron(
     format: "megatron-2019", "megatron-v2", "megatron-v3" or "megatron-core".
     layout: the ranks that load the files.
 
-    Masters, moments, loss scaler and schedule are written if the source holds them, except for megatron-core, which
+    Masters, moments, loss scaler and schedule are written if the source contains them, except for megatron-core, which
     gets only weights. Raises ValueError for a layout that does not fit the model or the format.
     """
     layout = layout or MegatronLayout()

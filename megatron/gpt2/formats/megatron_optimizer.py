@@ -1,7 +1,7 @@
 """Read and write Adam's state, the loss scaler and the learning-rate schedule in the forms of Megatron 2019, and of v2
 and later. Read Adam's state that DeepSpeed has sharded.
 
-A rank keeps fp32 masters and moments in lists without names: first weights and embeddings, then biases and layer norms,
+A rank saves fp32 masters and moments in lists without names: first weights and embeddings, then biases and layer norms,
 both in the order of the file's model.
 
 DeepSpeed's ZeRO 1 and 2 concatenate each group of parameters to one flat vector. Every data-parallel rank saves an
@@ -62,7 +62,7 @@ SCHEDULE_KEYS = {  # Megatron of 2019 counts iterations, later versions count sa
     "megatron-v2": ScheduleKeys("max_lr", "decay_style", "warmup_steps", "decay_steps", "num_steps"),
     "megatron-v3": ScheduleKeys("max_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps"),
 }
-DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # {name of 2019: our name}
+DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # {name in Megatron 2019: our name}
 PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("train_iters", "global_batch_size")}
 
 
@@ -145,7 +145,7 @@ def megatron_adam_metadata(
     args = namespace_dict(top.get("args"))
     flags: dict[str, Any] = {"clip_grad": args["clip_grad"]} if type(args.get("clip_grad")) is float else {}
     scaler = {"scale": 1.0}
-    if "loss_scaler" in optimizer:  # the key of files of 2019 and of DeepSpeed
+    if "loss_scaler" in optimizer:  # the key in files of Megatron 2019 and of DeepSpeed
         saved: Any = namespace_dict(optimizer["loss_scaler"])
         scaler["scale"] = saved["cur_scale"]
         if optimizer.get("dynamic_loss_scale"):
@@ -205,9 +205,9 @@ def _read_scheduler(top: Entries, args: Entries, step: int, left_out: list[str])
 
 
 def optimizer_state_dict(source: BaseCheckpoint, groups: ParamGroups, format: str) -> dict[str, Any]:
-    """Return the entry `optimizer` of a rank's file. In the format of 2019, Megatron's files have an object as the loss
-    scaler, and ours a dictionary. For fp32 weights, later formats have only Adam's state, because the weights are the
-    masters."""
+    """Return the entry `optimizer` of a rank's file. In the format megatron-2019, Megatron's files have an object as
+    the loss scaler, and ours have a dictionary. For fp32 weights, later formats have only Adam's state, because the
+    weights are the masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
     num_decayed, param_groups = len(groups[0]), megatron_param_groups(source)
     param_groups[0]["params"] = list(range(num_decayed))
@@ -273,8 +273,8 @@ def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 
 def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Log) -> dict[str, Any] | None:
-    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3. Return None if the format
-    does not have the schedule of `source`."""
+    """Return the entry `lr_scheduler` of Megatron 2019 and v2, or `opt_param_scheduler` of v3. Return None if the
+    format does not have the schedule of `source`."""
     config, metadata = optimizer_config(source), source.metadata
     style, is_2019 = config.lr_decay_style, format == "megatron-2019"
     batch: Any = metadata.get("global_batch_size")

@@ -377,8 +377,8 @@ def write_nanogpt(source: BaseCheckpoint, out: str | Path, *, tokenizer: Tokeniz
 
 
 def open_dcp(path: Path, hints: Hints, *, log: Log) -> ForeignCheckpoint:
-    """Open the model in the DCP folder `path`. Raises ValueError, in one line, if the folder is not valid or holds no
-    GPT-2."""
+    """Open the model in the DCP folder `path`. Raises ValueError, in one line, if the folder is not valid or does not
+    contain a GPT-2."""
     folder = DcpCheckpoint(path)
     tensors = {name: LazyTensor.from_checkpoint(folder, name) for name in folder.tensors}
     matches = [match for name in tensors if (match := OPTIMIZER_STATE.fullmatch(name))]

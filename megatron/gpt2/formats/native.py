@@ -58,7 +58,7 @@ def write_native(
     """Write the iteration of `source` into the new folder `out`. Return the iteration's folder.
 
     Only one tensor is in memory at a time. Masters and moments are written as files of one data-parallel rank, if the
-    source holds all of them. Random states depend on the layout and are not written.
+    source contains all of them. Random states depend on the layout and are not written.
 
     tp_size: any size that divides the model's shape.
     tokenizer: saved with the checkpoint, if given.

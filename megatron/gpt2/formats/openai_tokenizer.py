@@ -93,7 +93,7 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
         for token in found.get("added_tokens") or ():
             require(token["special"] is True, f"{short_repr(token['content'])} is not a special token")
             vocabulary[token["content"]] = token["id"]
-        pairs = found["model"]["merges"]  # Older files have "a b" instead of ["a", "b"].
+        pairs = found["model"]["merges"]  # In older files a merge is "a b" instead of ["a", "b"].
         lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in pairs)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(

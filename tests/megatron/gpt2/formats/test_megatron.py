@@ -58,7 +58,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def open_genuine(name: str, vocab_size: int | None = TRUE_VOCAB_SIZE, **more: Any) -> BaseCheckpoint:
-    """Open a real checkpoint. Files of 2019 lack the number of heads, so a flag gives the number."""
+    """Open a real checkpoint. Megatron's files of 2019 lack the number of heads, so a hint gives the number."""
     hints = Hints(4 if "2019" in name else None, vocab_size, more.get("gelu"))
     return open_checkpoint(TEST_DATA / name / "checkpoint", hints, log=more.get("log", silent))
 

@@ -2,8 +2,8 @@
 megatron-core's own loader read our exports in `31b8a41:tests/megatron/gpt2/formats/test_torch_dist.py`.
 
 megatron-core 0.15 to 0.19 wrote the files, in `7c1f71a:tests/megatron/gpt2/formats/torch_dist/make.py`. Every
-checkpoint has the same model of two layers after a step of Adam. `expected.npz` holds the model's tensors, and
-`logits.npz` holds tokens and megatron-core's logits.
+checkpoint has the same model of two layers after a step of Adam. `expected.npz` contains the model's tensors, and
+`logits.npz` contains tokens and megatron-core's logits.
 """
 
 from __future__ import annotations
