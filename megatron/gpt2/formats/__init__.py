@@ -67,13 +67,13 @@ def open_checkpoint(path: str | Path, hints: Hints | None = None, *, log: Log = 
     return source
 
 
-def _open_native(path: Path, where: Path, hints: Hints, log: Log) -> BaseCheckpoint:
-    if hints.iteration is None and where != path and path.is_dir():
+def _open_native(path: Path, location: Path, hints: Hints, log: Log) -> BaseCheckpoint:
+    if hints.iteration is None and location != path and path.is_dir():
         # `find_checkpoint` skips damaged checkpoints with a warning.
         checkpoint = find_checkpoint(path, log=log, verify=False)
         if checkpoint is not None:
             return checkpoint
-    checkpoint = NativeCheckpoint(where)
+    checkpoint = NativeCheckpoint(location)
     if problem := checkpoint.find_damage(check_hashes=False):
         raise ValueError(problem)
     return checkpoint

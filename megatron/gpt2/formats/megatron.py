@@ -175,8 +175,8 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
     highest rank numbers in the folder and the saved arguments determine which files must exist. Raises ValueError,
     which names the file, if a file is missing or belongs to a different run."""
     paths = rank_files(path)
-    first = paths[min(paths)]
-    args = namespace_dict(load_torch_file(first).get("args"))
+    first_file = paths[min(paths)]
+    args = namespace_dict(load_torch_file(first_file).get("args"))
 
     def size(numbers: Iterable[int], *flags: str) -> int:
         return max(1 + max(numbers), *(args[flag] for flag in flags if type(args.get(flag)) is int), 1)
@@ -186,22 +186,23 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
     pp_size = size(stages, "pipeline_model_parallel_size")
     for rank, stage in ((rank, stage) for rank in range(tp_size) for stage in range(pp_size)):
         if (rank, stage) not in paths:
-            name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (first.parent.name.count("_") == 3 or pp_size > 1)
-            missing = f"{name}_model_states.pt" if first.parent == path else f"{name}/{first.name}"
+            name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (first_file.parent.name.count("_") == 3 or pp_size > 1)
+            missing = f"{name}_model_states.pt" if first_file.parent == path else f"{name}/{first_file.name}"
             raise ValueError(
                 f"{missing} is missing; all files of {plural(tp_size, 'tensor-parallel rank')} and "
                 f"{plural(pp_size, 'pipeline stage')} are needed"
             )
     ordered = [paths[rank, stage] for stage in range(pp_size) for rank in range(tp_size)]
     files = [RankFile(file, load_torch_file(file), {}) for file in ordered]
-    begin, top = first.relative_to(path), files[0].top
+    first_name, top = first_file.relative_to(path), files[0].top
     chunks, iteration, layers = _chunks(top), saved_iteration(top), 0
     for file in files:
         with file_errors(file.path):
-            number, own = saved_iteration(file.top), ", ".join(_chunks(file.top)) or "no model"
-            require(number == iteration, f"two iterations are mixed: {number}, and {iteration} in {begin}")
+            number, own_chunks = saved_iteration(file.top), ", ".join(_chunks(file.top)) or "no model"
+            require(number == iteration, f"two iterations are mixed: {number}, and {iteration} in {first_name}")
             require(
-                own == ", ".join(chunks), f"holds {own}, and {begin} holds {', '.join(chunks)}: are two runs mixed?"
+                own_chunks == ", ".join(chunks),
+                f"holds {own_chunks}, and {first_name} holds {', '.join(chunks)}: are two runs mixed?",
             )
     for chunk in chunks:
         for number, file in enumerate(files, 1):

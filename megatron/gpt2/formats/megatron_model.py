@@ -178,7 +178,7 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
     chunks: list[dict[str, str]] = [{} for _ in layers]
     for name in model_partition_specs(model):
         if layer := LAYER.fullmatch(name):
-            chunk = next(chunk for chunk, held in enumerate(layers) if int(layer[1]) in held)
+            chunk = next(chunk for chunk, layer_range in enumerate(layers) if int(layer[1]) in layer_range)
             chunks[chunk][f"transformer.layers.{int(layer[1]) - layers[chunk].start}.{layer[2]}"] = name
         else:
             chunks[-1 if name.startswith("transformer.") else 0][name] = name

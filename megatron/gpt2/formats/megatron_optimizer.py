@@ -128,7 +128,7 @@ def read_zero_optimizer(files: Sequence[Path], top: Entries, weights: LazyTensor
 def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Tensor:
     """Return the tensor of `shape` from value `start` of the concatenated `vectors`."""
     end, begins = start + math.prod(shape), itertools.accumulate(map(len, vectors), initial=0)
-    parts = [x[max(start - at, 0) : max(end - at, 0)] for x, at in zip(vectors, begins, strict=False)]
+    parts = [x[max(start - begin, 0) : max(end - begin, 0)] for x, begin in zip(vectors, begins, strict=False)]
     return torch.cat(parts).view(shape)
 
 

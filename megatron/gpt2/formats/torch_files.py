@@ -159,25 +159,25 @@ def _load_legacy(data: memoryview) -> Any:
         return 0
 
     read = partial(_read, data, end=len(data), find=note)
-    magic, at = read(0)
+    magic, position = read(0)
     require(magic == MAGIC, "not written by torch.save")
-    version, at = read(at)
-    system, begin = read(at)
+    version, position = read(position)
+    system, begin = read(position)
     is_known = version == 1001 and system["little_endian"] is True
     require(is_known, "a legacy stream of an unknown version or a big-endian machine")
-    _, at = read(begin)
-    keys, at = read(at)
+    _, position = read(begin)
+    keys, position = read(position)
     for key in keys:
         dtype, numel = sizes.pop(key if type(key) is str else "")
-        is_there = data[at : at + 8] == numel.to_bytes(8, "little")
+        is_there = data[position : position + 8] == numel.to_bytes(8, "little")
         require(is_there, f"storage {key[:20]!r} of {numel} elements is not at its position")
-        starts[key], at = at + 8, at + 8 + numel * dtype.itemsize
-    require(not sizes and at <= len(data), "ends before its last storage")
+        starts[key], position = position + 8, position + 8 + numel * dtype.itemsize
+    require(not sizes and position <= len(data), "ends before its last storage")
     return _read(data, begin, len(data), lambda dtype, key, numel: starts[key])[0]
 
 
-def _read(data: memoryview, at: int, end: int, find: FindStorage) -> tuple[Any, int]:
-    """Return the object of the pickle at byte `at`, and the first byte after the pickle."""
+def _read(data: memoryview, position: int, end: int, find: FindStorage) -> tuple[Any, int]:
+    """Return the object of the pickle at byte `position`, and the first byte after the pickle."""
 
     def storage(identity: Any) -> Storage:
         kind, of, key, _, numel, *view = identity
@@ -188,7 +188,7 @@ def _read(data: memoryview, at: int, end: int, find: FindStorage) -> tuple[Any, 
 
     return read_pickle(
         data,
-        at,
+        position,
         end,
         names=ALLOWED_NAMES,
         values=TORCH_DTYPES,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import BaseCheckpoint
 from megatron.gpt2.formats.compare import CHUNK, compare_logits, compare_tensors, format_difference, max_abs_difference
@@ -18,13 +16,6 @@ from tests.megatron.gpt2.formats.sample_checkpoints import SHAPE, InMemoryCheckp
 
 NAME, EMBEDDINGS = "model.transformer.layers.2.mlp.dense_4h_to_h.weight", "model.word_embeddings.weight"
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(autouse=True)
-def no_groups() -> Iterator[None]:
-    mpu.destroy_model_parallel()
-    yield
-    mpu.destroy_model_parallel()
 
 
 WEIGHTS = {f"model.{name}": x for name, x in random_weights().items()}
