@@ -397,8 +397,7 @@ def place() -> str:
     return "autograd"
 
 
-# --- replacements for functions that a step calls
-# ----------------------------------------------------------------------
+# --- replacements for functions that a step calls ---------------------------------------------------------------------
 
 
 def _attention(config: Config, device: str) -> Callable[..., Tensor]:
