@@ -102,12 +102,12 @@ def is_plain(value: object) -> bool:
 
 
 def is_broken(error: Exception) -> bool:
-    """Return True if all CUDA calls fail after `error`. After an out-of-memory error, later calls work."""
+    """Return True if all CUDA calls fail after `error`. After an out-of-memory error, later CUDA calls still work."""
     return not isinstance(error, torch.cuda.OutOfMemoryError) and "CUDA error" in str(error)
 
 
 def free_memory() -> None:
-    """Free the memory of a case and reset the peak for the next case."""
+    """Free the memory of a case, and reset the recorded peak of CUDA memory for the next case."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,5 +1,5 @@
-"""Functions for all benchmarks: flags, the head of a result, JSON from which an interrupted call continues, programs
-with a timeout, ranks, timing, tables and plots."""
+"""Functions for all benchmarks: flags, the common fields of results, JSON files from which an interrupted benchmark
+continues, programs with a timeout, ranks, timing, tables and plots."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def load_earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any] | None:
-    """Return the result of an interrupted call if its GPU, versions and `keys` equal those of `result`. Otherwise
+    """Return the result of an interrupted benchmark if its GPU, versions and `keys` equal those of `result`. Otherwise
     rename the file to `*.other.json` and return None."""
     if not path.exists():
         return None

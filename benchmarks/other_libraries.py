@@ -1,4 +1,4 @@
-"""The models of other libraries with our initial weights, and a check that both compute equal results.
+"""The models of other libraries with our initial weights, and a check that they compute the same results as our model.
 
 Hugging Face's GPT2LMHeadModel is imported from the installed transformers, nanoGPT from a checkout of the user. Neither
 is changed. Legend: b batch, s sequence, h hidden, n heads, d head size, v vocabulary.

@@ -28,8 +28,8 @@ from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 
-# An operator belongs to the first part of which a string is in the name of the operator or of one of its callers.
-# Matrix products are counted separately.
+# An operator belongs to the first part of which a string is in the name of the operator or of one of its callers. The
+# matrix products of a part are counted separately.
 PARTS = {
     "optimizer: norm, AdamW, rounding": ("our optimizer",),
     "head and loss": ("LinearCrossEntropy",),

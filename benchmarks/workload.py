@@ -108,7 +108,7 @@ class Arm:
 
 COMPILED = Arm("ours compiled", compiled=True)
 SELECTIVE, FULL = (("--recompute-granularity", name) for name in ("selective", "full"))
-ARMS = [  # The most important arms are first, because the last ones are skipped if the time is short.
+ARMS = [  # The most important programs (arms) are first, because the last programs are skipped if the time is short.
     COMPILED,
     Arm("nanoGPT compiled", "nanogpt", compiled=True),
     Arm("HF compiled", "huggingface", compiled=True),
@@ -156,7 +156,7 @@ def flops_by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_lengt
 
 
 def utilisation(tokens_per_s: float, visit: dict[str, Any], peak: float | None) -> dict[str, float | None]:
-    """Return the model FLOP/s utilisation by both counts, i.e. the part of `peak` FLOP/s.
+    """Return the model FLOP/s utilisation by both counts of FLOPs: the fraction of `peak` FLOP/s that the step reaches.
 
     visit: a result of `benchmarks/train_worker.py`.
     """

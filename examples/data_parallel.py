@@ -24,7 +24,7 @@ def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float],
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
             loss = loss.detach()
-            dist.all_reduce(loss)  # only for the log: the mean over the whole batch
+            dist.all_reduce(loss)  # The mean loss of the whole batch is only logged.
             loss /= dist.get_world_size()
         optimizer.step()
         losses.append(loss.item())
@@ -34,7 +34,7 @@ def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float],
 def main(rank: int, world_size: int) -> None:
     x = torch.randn(BATCH, 4)
     y = x.sum(1, keepdim=True)
-    alone, _ = train(x, y, average=False)  # the whole batch, as in one process
+    alone, _ = train(x, y, average=False)  # One process would train on the whole batch.
     part = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
     shared, model = train(x[part], y[part], average=True)
     say("alone    " + " ".join(f"{loss:.4f}" for loss in alone))

@@ -12,8 +12,9 @@ import mpu
 def main(rank: int, world_size: int) -> None:
     mpu.initialize_model_parallel(world_size)  # all ranks share one model
     h, width = 6, 8
-    up = mpu.ColumnParallelLinear(h, width, gather_output=False)  # f, then this rank's columns
-    down = mpu.RowParallelLinear(width, h, input_is_parallel=True)  # this rank's rows, then g
+    # `up` has operation f and this rank's columns, `down` this rank's rows and operation g.
+    up = mpu.ColumnParallelLinear(h, width, gather_output=False)
+    down = mpu.RowParallelLinear(width, h, input_is_parallel=True)
     x = torch.randn(3, h, requires_grad=True)
     y = down(gelu(up(x)))
     y.sum().backward()

@@ -23,9 +23,9 @@ def run(function: Callable[[int, int], None], world_size: int = 2) -> None:
 
 def _start(rank: int, function: Callable[[int, int], None], world_size: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # the address at which rank 0 listens
-    torch.set_num_threads(1)  # the ranks share this machine
+    torch.set_num_threads(1)  # All ranks share the cores of this machine.
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    torch.manual_seed(0)  # the same numbers on every rank
+    torch.manual_seed(0)  # All ranks draw the same random numbers.
     function(rank, world_size)
     dist.destroy_process_group()
 

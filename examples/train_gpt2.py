@@ -45,7 +45,7 @@ class GPT2(nn.Module):
 
 
 def batch_of(ids: Tensor, step: int) -> Tensor:
-    """[s + 1, b], equal on every rank."""
+    """Return random samples of the text, [s + 1, b], which are equal on every rank."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(ids) - LENGTH, (BATCH,), generator=generator)
     return torch.stack([ids[start : start + LENGTH + 1] for start in starts.tolist()], dim=1)

@@ -66,8 +66,8 @@ Times = dict[Any, np.ndarray]  # {kernel: [seconds]} and {collective: [seconds, 
 
 
 def fit(times: Sequence[float], *columns: Sequence[float] | np.ndarray) -> list[float]:
-    """Return the constants, at least `SMALL`, for which the sum of `columns` times constants is closest to `times`,
-    with equal relative errors."""
+    """Return the constants, at least `SMALL`, for which the sum of `columns` times constants is closest to `times`, by
+    relative errors."""
     measured, terms = np.array(times), np.array(columns, dtype=float)
     columns_left = list(range(len(terms)))
     while True:

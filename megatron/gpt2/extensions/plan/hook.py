@@ -37,7 +37,7 @@ def memory_inputs(context: RunContext) -> MemoryInputs:
 
 
 def describe_failure(error: Exception) -> str:
-    """Describe in one line why the trace of a program's own step failed. Neither a run nor preflight needs the plan."""
+    """Describe in one line why the trace of the run's step failed. Neither a run nor preflight needs the plan."""
     return f"no memory plan ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 

@@ -176,7 +176,7 @@ MemoryByPart = dict[str, int]
 
 
 class PointInStep(NamedTuple):
-    """An allocation or a communication.
+    """A point of a step at which memory can change: an allocation or a communication.
 
     order: the number of the event among all events of its line in its phase: 0, 1, … for the first events, …, -2, -1
         for the last events, None between. At the first and the last events, the memory of a rank is a linear function
@@ -262,7 +262,7 @@ def trace_stage(inputs: MemoryInputs, stage: int, num_microbatches: int) -> Trac
 
 def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, MemoryByPart]:
     """Trace a step of the first rank of `stage`. Return the bytes of this rank at each point of the step. If a point
-    occurs several times, the time with the most bytes counts."""
+    occurs several times, its largest number of bytes counts."""
     config, m, pp = inputs.config, inputs.num_microbatches, inputs.stages
     traced = m if m <= 3 * pp or config.parallel.exact_layouts is not None else 2 * pp + m % pp
     trace = trace_stage(inputs, stage, traced)

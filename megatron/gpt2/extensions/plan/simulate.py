@@ -260,8 +260,9 @@ def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) ->
     """Return the modelled time of a step.
 
     If a model has many layers, or a step many micro-batches, only few are simulated, since the time of a step is linear
-    in both numbers. The result is too short (6 % in a small model) if the host, which launches kernels ahead during the
-    loss, stays ahead for few layers but not for all. Raises ValueError if the ranks cannot share the batch.
+    in both numbers. During the loss, the host launches later kernels in advance. If this lead lasts for few layers but
+    not for all layers, the result is too short (by 6 % in a small model). Raises ValueError if the ranks cannot share
+    the batch.
 
     record: whether to simulate all layers and micro-batches, and to keep the spans of all stages.
     """

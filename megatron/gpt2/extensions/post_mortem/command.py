@@ -63,7 +63,7 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Failure, list[str]]:
 
 
 def _continuation(folder: Path, settings: Mapping[str, Any], reached: int, verify: bool) -> list[tuple[str, str]]:
-    """Return rows with the checkpoint that the same command would load, and the command."""
+    """Return table rows: the checkpoint that the run's command would load, and the command."""
     warnings: list[str] = []
     try:
         checkpoint = find_checkpoint(folder, log=warnings.append, verify=verify)

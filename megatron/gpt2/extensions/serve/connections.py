@@ -19,9 +19,9 @@ IDLE_SECONDS = 10.0
 class ClientConnection(H11Protocol):
     """A connection that ends if its client takes longer than IDLE_SECONDS to send headers, or to read.
 
-    uvicorn's own time limit begins after a response and ends at the client's next byte, so a client could wait forever.
-    If CONNECTIONS connections are open, a new connection replaces the oldest one whose client has not sent its whole
-    request, so slow clients do not keep out other clients.
+    uvicorn's own time limit starts only after a response and stops at the client's next byte. A client that sends one
+    byte and then nothing would stay connected forever. If CONNECTIONS connections are open, a new connection replaces
+    the oldest one whose client has not sent its whole request, so slow clients do not keep out other clients.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

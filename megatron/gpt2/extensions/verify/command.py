@@ -71,7 +71,8 @@ SAME_METADATA = {
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags. `command` of the result has the words after "--". Raises ValueError for bad flags."""
+    """Parse and check the flags. The attribute `command` of the result is the list of words after "--". Raises
+    ValueError for bad flags."""
     parser = Parser(prog="verify", description=__doc__)
     parser.add_argument(
         "--layout",

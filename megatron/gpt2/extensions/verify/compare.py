@@ -135,7 +135,7 @@ class Difference:
 
     @property
     def factor(self) -> float | None:
-        """The number c if the own tensor is c times the reference, within a thousandth, else None."""
+        """The number c if this run's tensor is c times the reference (within a thousandth), else None."""
         aa, ab, bb = self.squares
         if not (math.isfinite(aa + ab + bb) and aa > 0 and bb > 0):
             return None

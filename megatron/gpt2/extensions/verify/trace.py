@@ -56,7 +56,7 @@ class TensorKey(NamedTuple):
 
 
 class TensorShard(NamedTuple):
-    """A rank's shard of the global tensor `key`.
+    """A rank's shard of the global tensor that `key` identifies.
 
     values: the shard, with any strides and device.
     offset: the first index of the shard in the global tensor.
