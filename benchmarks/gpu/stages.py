@@ -338,7 +338,7 @@ COMPARED = "fp32_equals or mask_that_follows or group_of_one or sends_to_itself"
 
 
 def tests(cfg: StageConfig, cases: CaseRecorder, timeout: float = 40.0) -> None:
-    """Run pytest as one case.
+    """Run pytest, and record the result as one case.
 
     timeout: the seconds of all tests together.
     """

@@ -189,7 +189,7 @@ class PointInStep(NamedTuple):
 
 
 def held_bytes(by_part: MemoryByPart) -> int:
-    """Return the sum of all parts, without untouched bytes."""
+    """Return the bytes of all parts, without the pages of gradient buckets that are not written yet."""
     return by_part["total"]
 
 
@@ -206,10 +206,10 @@ def with_batch_size(config: Config, global_batch_size: int) -> Config:
 
 
 def with_few_layers(inputs: MemoryInputs) -> tuple[list[MemoryInputs], float] | None:
-    """Return three smaller models, and x. Each chunk of the smaller models has `FEW_LAYERS` times
-    --recompute-num-layers layers. The memory of the model is that of the last smaller model plus x times the difference
-    between the last two. Return None if the model itself must be traced, because its chunks have few layers or
-    different numbers of layers."""
+    """Return three models with fewer layers, and the factor x of an extrapolation: the memory of the whole model is
+    that of the last smaller model plus x times the difference between the last two. A chunk of a smaller model has
+    `FEW_LAYERS` times --recompute-num-layers layers. Return None if the model itself must be traced, because its chunks
+    have few layers or different numbers of layers."""
     config, parallel = inputs.config, inputs.config.parallel
     layers = config.layers_of_virtual_stages()
     groups = len(layers[0]) / config.train.recompute_num_layers

@@ -277,7 +277,8 @@ def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
     order = [candidate for candidate in layouts(inputs) if candidate.least <= budget]
     order.sort(key=lambda c: (c.cost, len(c.flags), c.least))
     found: list[Candidate] = []
-    for end in (1, None):  # `end` 1 compares only the names of flags, None also their values.
+    # With `end` 1, layouts are new if the names of their flags are. With `end` None, the values of flags count, too.
+    for end in (1, None):
 
         def names(candidate: Candidate, end: int | None = end) -> set[tuple[str, ...]]:
             return {tuple(flag.split()[:end]) for flag in candidate.flags}

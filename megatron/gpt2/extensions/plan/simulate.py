@@ -248,9 +248,8 @@ class Lane:
                 yield
 
     def finish(self, first_forward: float) -> None:
-        """Wait for collectives that still run. These collectives gather parameters during the first forward pass of the
-        next step. This forward pass waits for the first collective at its beginning, and for the last collective before
-        its last layer."""
+        """Wait for collectives that still run. They gather parameters for the next step, whose first forward pass waits
+        for the first collective at its beginning, and for the last collective before its last layer."""
         ends = sorted(end for end, _ in self._running.values())
         if ends:
             self.wait(max(ends[0], ends[-1] - first_forward), "data")
@@ -316,7 +315,7 @@ def _run_stages(
 
     @functools.cache
     def exchanged(message: P2PMessage) -> float:
-        """Return the end of a message, which starts when both ranks are ready."""
+        """Return the time at which a message arrives. A message starts when both ranks are ready."""
         ends = ends_of(message)
         nodes = set(map(node_of, ends))
         start = max(posted[message, rank] for rank in ends)

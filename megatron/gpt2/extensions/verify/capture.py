@@ -81,7 +81,7 @@ class Capture(Hook):
         self._specs = model_partition_specs(trainer.config.model, self._tensor_parallel_size)
         self._step = self._first_layer = self._first_sample = 0
         self._scale = 1.0
-        self._micro_batch_counts: Counter[int] = Counter()  # number of micro-batches by the first layer of their chunk
+        self._micro_batch_counts: Counter[int] = Counter()  # the finished micro-batches of a chunk, by its first layer
         self._losses: list[Tensor] = []
         self._is_forward = False
 
