@@ -26,6 +26,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = (
@@ -206,13 +207,13 @@ def exit_code(argv: list[str]) -> int:
     """Call `run` and do what an interpreter does at its end, except for freeing its memory, which is slow."""
     try:
         run(argv)
-        code: object = 0
+        code: Any = 0
     except SystemExit as exit:
         code = exit.code
     except BaseException:
         traceback.print_exc()
         code = 1
-    if code is not None and not isinstance(code, int):
+    if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]

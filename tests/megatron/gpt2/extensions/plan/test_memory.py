@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.command_line import as_command
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
@@ -31,6 +30,7 @@ from megatron.gpt2.extensions.plan.memory import (
 )
 from megatron.gpt2.extensions.plan.search import layouts
 from megatron.gpt2.train.train_step import train_step
+from tests.conftest import error_line
 from tests.distributed import run_ranks
 from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
@@ -252,7 +252,6 @@ def test_published_memory_of_megatron_2019(
     flags = "--model 345m --recompute-granularity full --accounting megatron-2019 --model-parallel-size"
     found = plan_as_json(capsys, f"{flags} {p}")
     of_2019 = found["megatron_2019"]
-    assert of_2019["matrices_at_20_bytes"] == 6_039_797_760
     assert of_2019["from_step_to_step"] == 20 * parameters
     assert of_2019["from_step_to_step"] / MB == pytest.approx(steady, rel=0.02)
     assert found["memory"]["total"] / MB == pytest.approx(peak, rel=0.02)
@@ -290,12 +289,8 @@ def test_plan_has_numbers_of_each_stage(capsys: pytest.CaptureFixture[str]):
         "--accounting megatron-2019 --memory-gb 8": "--accounting",
     }.items(),
 )
-def test_bad_flags_end_in_one_line(capsys: pytest.CaptureFixture[str], flags: str, says: str):
-    with pytest.raises(SystemExit, match="^2$"):
-        as_command(lambda: main(flags.split()))()
-    captured = capsys.readouterr()
-    assert not captured.out and captured.err.startswith("error: ") and says in captured.err
-    assert captured.err.count("\n") == 1
+def test_bad_flags_are_one_line(flags: str, says: str):
+    assert says in error_line(lambda: main(flags.split()))
 
 
 def test_smallest_layout_is_printed_if_none_fits(capsys: pytest.CaptureFixture[str]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -22,7 +21,7 @@ from megatron.gpt2.extensions.plan.show_step import main as show_step
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
 from tests.fork_server import WarmPython
 from tests.megatron.gpt2.extensions.plan.test_memory import gpu_inputs
-from tests.megatron.gpt2.extensions.serve.test_server_process import start_browser
+from tests.megatron.gpt2.extensions.serve.test_server_process import open_page
 
 SHAPE = "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --num-layers"
 PIPELINE = f"{SHAPE} 12 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16"
@@ -42,9 +41,6 @@ def seconds_of(step: StepTime, queue: str) -> float:
         (f"{SHAPE} 10 --micro-batch-size 8 --global-batch-size 48", 1),
         (f"{PIPELINE} --num-layers 20 --use-distributed-optimizer", 4),
         (f"{PIPELINE} --num-layers 18 --model-parallel-size 2 --sequence-parallel", 4),
-        pytest.param(
-            f"{PIPELINE} --num-layers 36 --num-layers-per-virtual-pipeline-stage 9", 2, marks=pytest.mark.wide
-        ),
         pytest.param(f"{PIPELINE} --num-layers 20 --pipeline-schedule zero-bubble", 2, marks=pytest.mark.wide),
     ],
 )
@@ -149,19 +145,13 @@ def test_the_page_of_a_real_step(tmp_path: Path):
     assert [span[:3] + span[5:] for span in spans if span[2] != "aten::ones"] == [
         [0, "compute", "aten::linear", "[2, 3] × [4, 3]"]
     ]
-    assert all(0 <= span[3] < span[4] for span in spans)
 
 
 def test_the_page_of_a_step_in_a_browser(tmp_path: Path):
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
     path = tmp_path / "step.html"
     flags = f"{SHAPE} 2 --device cuda --cluster a100 --ranks 4 --pipeline-model-parallel-size 2"
     show_step([*flags.split(), *"--model-parallel-size 2 --global-batch-size 16 --output".split(), str(path)])
-    with api.sync_playwright() as playwright, contextlib.closing(start_browser(playwright)) as chromium:
-        page = chromium.new_page()
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text))
+    with open_page() as (api, page, errors):
         page.goto(path.as_uri())
         running, before = page.locator("#running"), page.locator("#lanes").screenshot()
         first = running.inner_text()

@@ -73,9 +73,9 @@ class ServerProcess:
         """The standard error of all ranks."""
         return self._output.read_text()
 
-    def end(self, number: int) -> None:
-        """End the server by a signal to all of its processes, as a terminal does."""
-        os.killpg(self.process.pid, number)
+    def end(self) -> None:
+        """Send SIGINT to all processes of the server, as a terminal does for Ctrl-C."""
+        os.killpg(self.process.pid, signal.SIGINT)
         assert self.process.wait(240) == 0
         assert self.said.endswith("stopped\n") and "Traceback" not in self.said
 
@@ -90,14 +90,14 @@ class ServerProcess:
 
 @pytest.fixture(scope="module")
 def program(saved: Path) -> Iterator[ServerProcess]:
-    """Start the server on two ranks, and end it by SIGTERM while it generates."""
+    """Start the server on two ranks, and end it by Ctrl-C while it generates."""
     import openai
 
     with ServerProcess(saved, *"--nproc-per-node 2 --max-tokens 1000000".split()) as program:
         yield program
         stream = program.client.completions.create(model="tiny", prompt="a", n=8, max_tokens=10**6, stream=True)
         next(iter(stream))
-        program.end(signal.SIGTERM)
+        program.end()
         with pytest.raises(openai.APIError, match="stopping"):
             list(stream)
 
@@ -114,27 +114,31 @@ def test_two_ranks_and_32_clients(program: ServerProcess):
     assert texts == generate_texts(prompts, max_new_tokens=25, seed=9)
 
 
-def start_browser(playwright: Any) -> Any:
-    """Start a headless Chromium, of Playwright or of the system."""
-    found = next(
-        filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))),
-        None,
-    )
+@contextlib.contextmanager
+def open_page() -> Iterator[tuple[Any, Any, list[str]]]:
+    """Yield Playwright's API, a page in a headless Chromium (of Playwright or of the system), and the page's errors."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     sandbox = [] if os.geteuid() else ["--no-sandbox"]  # root cannot use the sandbox.
-    for path in (None, found):
-        with contextlib.suppress(Exception):
-            return playwright.chromium.launch(executable_path=path, args=sandbox)
-    pytest.skip("no Chromium starts here: python -m playwright install chromium, or the system's package chromium")
+    errors: list[str] = []
+    with api.sync_playwright() as playwright:
+        for path in (None, *filter(None, map(shutil.which, names))):
+            with contextlib.suppress(api.Error):
+                chromium = playwright.chromium.launch(executable_path=path, args=sandbox)
+                break
+        else:
+            pytest.skip("no Chromium starts here: python -m playwright install chromium, or the package chromium")
+        page = chromium.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        yield api, page, errors
+        chromium.close()
 
 
 def test_the_page_in_a_browser(program: ServerProcess):
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
-    with api.sync_playwright() as playwright, contextlib.closing(start_browser(playwright)) as chromium:
-        page = chromium.new_page()
-        asked, errors = [], []
+    with open_page() as (api, page, errors):
+        asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto(program.url)
         api.expect(page.locator("#about")).to_contain_text("tiny, which reads 32 tokens")
         page.locator("#prompt").press_sequentially("Once é")
@@ -173,12 +177,6 @@ def test_the_examples_of_the_manual(program: ServerProcess):
         assert done.returncode == 0 and ("data: [DONE]" if "stream" in command else "{") in done.stdout, command
     example = re.search(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
     assert subprocess.run([sys.executable, "-c", example], capture_output=True, check=True).stdout
-
-
-def test_ctrl_c_ends_one_rank(saved: Path):
-    with ServerProcess(saved) as program:
-        assert program.client.models.list().data[0].id == "tiny"
-        program.end(signal.SIGINT)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,6 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
         "": "give at least two layouts to compare",
         "--layout '--global-batch-size 8'": "its --global-batch-size is 8, and that of the first layout 2",
         "--layout '--nproc-per-node 3 --model-parallel-size 2'": "--nproc-per-node 3 is not divisible by the model-",
-        "--layout --no-such-flag": "unknown flag --no-such-flag",
         "--against nowhere": "nowhere holds no trace: --save-trace writes one",
     }.items(),
 )
