@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import os
 import statistics
 import sys
 import time
@@ -120,7 +119,6 @@ def main(argv: list[str] | None = None) -> None:
     result: dict[str, Any] = {
         **harness.header("generation"),
         "threads": torch.get_num_threads(),
-        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
         "model": dataclasses.asdict(config),
         "prompt_tokens": length,
         "new_tokens": new,

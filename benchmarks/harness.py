@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from data_utils.command_line import align_columns
 
@@ -172,36 +173,24 @@ def strip_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\":]+/)*([^\s/'\":]+)", r"\1", text)
 
 
-def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...], send: Any) -> None:
+def _rank(rank: int, world_size: int, folder: str, results: Any, fn: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
     place = f"file://{folder}/rendezvous"
     dist.init_process_group(
         "gloo", init_method=place, rank=rank, world_size=world_size, timeout=timedelta(seconds=1200)
     )
-    send.send(fn(rank, world_size, *args))
+    results.put((rank, fn(rank, world_size, *args)))
     dist.barrier()
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn(rank, world_size, *args)` in processes with one thread and a gloo group. Return the result of each
     rank."""
-    context: Any = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(rank, world_size, folder, fn, args, send), daemon=True)
-            for rank, (_, send) in enumerate(pipes)
-        ]
-        for rank, (_, send) in zip(ranks, pipes, strict=True):
-            rank.start()
-            send.close()
-        try:
-            # EOFError means that the rank failed and printed its error.
-            return [receive.recv() for receive, _ in pipes]
-        finally:
-            for rank in ranks:
-                rank.join(60)
-                rank.kill()
+        spawn(_rank, (world_size, folder, results, fn, *args), world_size)
+    found = dict(results.get() for _ in range(world_size))
+    return [found[rank] for rank in range(world_size)]
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

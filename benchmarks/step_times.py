@@ -447,11 +447,12 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
         weights = 1 / np.sqrt(np.maximum(np.abs(errors(point)), NOISE / 5) / NOISE)
     made = constants(point)
     rows = select(rows, one_node(rows))
-    errors_of: dict[str, list[float]] = {}
-    for shape, error in zip(layer_shapes(rows[0]), np.log1p(relative_errors(made, csv_table(rows))), strict=True):
-        errors_of.setdefault(shape, []).append(-error)
-    times = {k: round(float(np.exp(sum(v) / (len(v) + FORMULA_ROWS))), 4) for k, v in sorted(errors_of.items())}
-    return replace(made, programs=made.programs | {PROGRAM: replace(made.programs[PROGRAM], shape_factors=times)})
+    shapes, logs = np.array(layer_shapes(rows[0])), np.log1p(relative_errors(made, csv_table(rows)))
+    factors = {}
+    for shape in np.unique(shapes).tolist():
+        found = logs[shapes == shape]
+        factors[shape] = round(float(np.exp(-found.sum() / (len(found) + FORMULA_ROWS))), 4)
+    return replace(made, programs=made.programs | {PROGRAM: replace(made.programs[PROGRAM], shape_factors=factors)})
 
 
 def left_out(base: Constants, rows: Rows, tables: Sequence[Table], numbers: np.ndarray) -> np.ndarray:

@@ -35,14 +35,12 @@ from benchmarks import harness
 from benchmarks.harness import ROOT
 from benchmarks.workload import (
     ARMS,
-    LLM_C_RESULTS,
     MODELS,
     OURS_ONLY_ARMS,
     PARTS,
     PEAK_FLOPS,
     Arm,
     Workload,
-    utilisation,
 )
 
 GATE = 1e-4  # largest relative difference in fp32: correct models differ by 2e-6, models with different GELUs by 7e-4
@@ -58,8 +56,7 @@ NOTES = (
     "on a CPU, all arms except `as shipped` use our setting of the allocator; `as shipped` has nanoGPT's defaults for "
     "a CPU: fp32, eager, its AdamW, the default allocator",
     "MFU refers to the dense bf16 of the datasheet, on a CPU to the model's matrix products (`ceiling`), by Megatron's "
-    "formula with full attention and vocabulary 50,257; by llm.c: 6N + 6LCT, which is 4 to 6 % less; the bars and "
-    "p10–p90 are of all timed steps",
+    "formula with full attention and vocabulary 50,257; the bars and p10–p90 are of all timed steps",
 )
 Result = dict[str, Any]
 
@@ -153,7 +150,6 @@ def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
     workload.write_tokens((1 + warmup + steps) * workload.micro_batch_size * workload.accumulation)
     shown = {**dataclasses.asdict(workload), "scratch": None}
     entries = [{**dataclasses.asdict(arm), "visits": []} for arm in arms]
-    model = PARTS[args.part][0] if args.preset == "gpu" else None
     result: Result = {
         **harness.header(f"train {what}"),
         "smoke": args.smoke,
@@ -162,7 +158,6 @@ def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
         "timed_steps": steps,
         "nanogpt_commit": harness.git_commit(args.nanogpt) if args.nanogpt else None,
         "peak_flops": PEAK_FLOPS if gpu else None,
-        "published": [entry for entry in LLM_C_RESULTS if entry["model"] == model],
         "gate": {},
         "gate_tolerance": GATE,
         "arms": {entry["name"]: entry for entry in entries},
@@ -286,6 +281,7 @@ def compare_first_step(result: Result, arm: Arm) -> str:
 
 def summarise(result: Result) -> None:
     """Add a summary to each arm in `result`: tokens/s, MFU, memory in GB and compile seconds, over all visits."""
+    peak = result["peak_flops"] or result["ceiling"].get("flops_per_s")
     for entry in result["arms"].values():
         done = [visit for visit in entry["visits"] if "failed" not in visit]
         if not done:
@@ -299,12 +295,10 @@ def summarise(result: Result) -> None:
             "memory_gb": {
                 key: max(visit["memory_bytes"][key] or 0 for visit in done) / 1e9 for key in first["memory_bytes"]
             },
-            **utilisation(speed["median"], first, result["peak_flops"] or result["ceiling"].get("flops_per_s")),
+            "mfu": peak and speed["median"] * first["flops_per_token"] / peak,
             "expected_peak_gb": (first["expected_peak_bytes"] or 0) / 1e9 or None,
             # Only the first visit compiles.
             "compile_s": first["first_step_s"] - seconds["median"] if entry["compiled"] else None,
-            "first_step_s": first["first_step_s"],
-            "first_loss": first["loss"],
             "computes": first["computes"],
         }
 
@@ -318,8 +312,8 @@ def report_result(result: Result, path: Path, bad: list[str]) -> int:
     arms = {name: entry for name, entry in result["arms"].items() if "summary" in entry}
     speeds = median_speeds(result)
     memory = list(dict.fromkeys(key for entry in arms.values() for key in entry["summary"]["memory_gb"]))
-    head = ["arm", "tokens/s", "p10", "p90", "ms/step", "MFU %", "by llm.c %"]
-    head += [*(f"{key.replace('_', ' ')} GB" for key in memory), "compile s", "first loss", "ours compiled ÷ it"]
+    head = ["arm", "tokens/s", "p10", "p90", "ms/step", "MFU %"]
+    head += [*(f"{key.replace('_', ' ')} GB" for key in memory), "compile s", "ours compiled ÷ it"]
     rows = []
     for name, entry in result["arms"].items():
         if name not in arms:
@@ -330,10 +324,9 @@ def report_result(result: Result, path: Path, bad: list[str]) -> int:
         cells: list[tuple[float | None, str]] = [
             *((s["tokens_per_s"][key], ",.0f") for key in ("median", "p10", "p90")),
             (1000 * s["step_s"]["median"], ",.1f"),
-            *((s[key] and 100 * s[key], ".1f") for key in ("mfu", "mfu_by_llm_c")),
+            (s["mfu"] and 100 * s["mfu"], ".1f"),
             *((s["memory_gb"].get(key), ".2f") for key in memory),
             (s["compile_s"], ".0f"),
-            (s["first_loss"], ".4f"),
             (speeds["ours compiled"] / speeds[name] if comparable else None, ".2f"),
         ]
         rows.append([name, *("" if value is None else f"{value:{form}}" for value, form in cells)])
@@ -345,7 +338,7 @@ def report_result(result: Result, path: Path, bad: list[str]) -> int:
     title = f"{result['what']}{', smoke' if result['smoke'] else ''}: {harness.machine_line(result)}"
     bars = [(n, *(e["summary"]["tokens_per_s"][key] for key in ("median", "p10", "p90"))) for n, e in arms.items()]
     peaks = [(name, *[next(iter(entry["summary"]["memory_gb"].values()))] * 3) for name, entry in arms.items()]
-    label = f"{(memory or ['memory'])[0].replace('_', ' ')}, GB"
+    label = f"{memory[0].replace('_', ' ')}, GB" if memory else ""
     if arms:
         print(harness.plot_bars(path.with_suffix(".png"), title, [("tokens/s, bars p10–p90", bars), (label, peaks)]))
     print(f"wrote {path.name}")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import mpu
 from benchmarks import other_libraries
 from benchmarks.harness import call_seconds
-from benchmarks.workload import BETAS, CLIP_GRAD, LR, SEED, WEIGHT_DECAY, Arm, Workload, flops_by_llm_c
+from benchmarks.workload import BETAS, CLIP_GRAD, LR, SEED, WEIGHT_DECAY, Arm, Workload
 from data_utils import (
     BatchLoader,
     BatchSchedule,
@@ -257,7 +257,6 @@ def build_peer_step(workload: Workload, arm: Arm, nanogpt: str) -> TimedStep:
 def measure_arm(workload: Workload, arm: Arm, *, nanogpt: str, warmup: int, steps: int) -> dict[str, Any]:
     """Return the seconds of every timed step, the first loss and gradient norm, and the peak memory in bytes."""
     device = torch.device(workload.device)
-    began = time.perf_counter()
     if arm.kind in ("ours", "rank"):
         training = (build_ours if arm.kind == "ours" else build_one_rank)(workload, arm)
     else:
@@ -279,24 +278,19 @@ def measure_arm(workload: Workload, arm: Arm, *, nanogpt: str, warmup: int, step
     else:
         memory = {"peak_resident": peak_resident()}
     training.close()
-    parameters = count_parameters(workload.model, arm.ranks)[1]
-    width = workload.hidden_size // arm.ranks
     return {
         "step_s": seconds,
         "first_step_s": first_step,
-        "build_s": built - began,
         "loss": first[0],
         "grad_norm": first[1],
         "last_loss": last[0],
         "tokens_per_step": workload.micro_batch_size * workload.accumulation * workload.seq_length,
         "flops_per_token": workload.model.flops_per_token(workload.seq_length) // arm.ranks,
-        "flops_per_token_llm_c": flops_by_llm_c(parameters, workload.num_layers, width, workload.seq_length),
-        "parameters": parameters,
+        "parameters": count_parameters(workload.model, arm.ranks)[1],
         "memory_bytes": memory,
         "expected_peak_bytes": training.expected_peak,
         "computes": training.computes,
         "padding_nats": training.padding_nats,
-        "threads": torch.get_num_threads(),
     }
 
 

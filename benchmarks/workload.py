@@ -1,8 +1,4 @@
-"""The workloads of the training benchmarks by preset and part, the programs and settings that are compared (arms), and
-the two ways to count FLOPs.
-
-Legend: b micro-batch; N parameters, L layers, C hidden size, T sequence length (the names of llm.c).
-"""
+"""The workloads of the training benchmarks by preset and part, and the compared programs and settings (arms)."""
 
 from __future__ import annotations
 
@@ -20,12 +16,6 @@ PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M",
 LR, WEIGHT_DECAY, BETAS, CLIP_GRAD, SEED = 1e-4, 0.1, (0.9, 0.95), 1.0, 1234
 TOKENS = 1 << 22  # the largest number of tokens in the file; arms that need more tokens read the file again
 PEAK_FLOPS = 989e12  # dense bf16 FLOP/s, from the datasheet of H100 SXM and H200
-# Figures that were published for other machines, in bf16, with llm.c's count of FLOPs.
-LLM_C_RESULTS: list[dict[str, Any]] = [
-    {"model": "1.5B", "gpus": "8 H100", "mfu": 0.486, "source": "llm.c, its run of GPT-2 1.56B"},
-    {"model": "1.5B", "gpus": "8 H100", "tokens_per_s": [374e3, 388e3], "source": "llm.c, its scripts' step times"},
-    {"model": "345M", "gpus": "8 A100", "tokens_per_s": [524288 / 0.820] * 2, "source": "llm.c, its scripts: 820 ms"},
-]
 
 
 @dataclass(frozen=True)
@@ -143,22 +133,3 @@ OURS_ONLY_ARMS = [
     RANK,
     replace(RANK, name=f"{RANK.name} eager", compiled=False),
 ]
-
-
-def flops_by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_length: int) -> int:
-    """Return 6N + 6LCT, the formula of `gpt2_estimate_mfu` of llm.c. Compared with Megatron's formula, it counts
-    attention twice as high, and no biases and norms.
-
-    parameters: N, the number of parameters with the padded vocabulary. Megatron's formula is in
-        `ModelConfig.flops_per_token`.
-    """
-    return 6 * parameters + 6 * num_layers * hidden_size * seq_length
-
-
-def utilisation(tokens_per_s: float, visit: dict[str, Any], peak: float | None) -> dict[str, float | None]:
-    """Return the model FLOP/s utilisation by both counts of FLOPs: the fraction of `peak` FLOP/s that the step reaches.
-
-    visit: a result of `benchmarks/train_worker.py`.
-    """
-    counts = {"mfu": "flops_per_token", "mfu_by_llm_c": "flops_per_token_llm_c"}
-    return {name: tokens_per_s * visit[key] / peak if peak else None for name, key in counts.items()}

@@ -30,7 +30,7 @@ from benchmarks.gpu_first_minutes import CaseRecorder, free_memory
 from benchmarks.harness import ROOT, milliseconds
 from benchmarks.profile_step import profile_train_step
 from benchmarks.train import run_arm
-from benchmarks.workload import COMPILED, MODELS, Arm, Workload, utilisation
+from benchmarks.workload import COMPILED, MODELS, Arm, Workload
 from megatron.gpt2.device import datasheet_tflops, synchronize
 from megatron.gpt2.train.train_step import train_step
 
@@ -325,7 +325,8 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     peak = 1e12 * teraflops if teraflops else None  # MFU needs the datasheet's peak.
     expected, measured = visit["expected_peak_bytes"], visit["memory_bytes"].get("peak_allocated")
     found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"]}
-    found |= {**utilisation(speed, visit, peak), "mfu_of_flops_per_s": peak, "expected_peak_gb": expected / 1e9}
+    mfu = peak and speed * visit["flops_per_token"] / peak
+    found |= {"mfu": mfu, "mfu_of_flops_per_s": peak, "expected_peak_gb": expected / 1e9}
     if measured:
         found |= {"peak_allocated_gb": measured / 1e9, "expected_over_peak": expected / measured}
     return {**found, "visit": visit}
