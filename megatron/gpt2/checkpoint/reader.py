@@ -204,8 +204,8 @@ def check_file_size(path: Path, expected: int) -> None:
 
 
 def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
-    """Return the integers of the list `values`, none negative. The default limit is 2, because our tensors have at most
-    2 dimensions; the product of a long list would take minutes."""
+    """Return the list `values` of non-negative integers as a tuple. Our tensors have at most 2 dimensions. Longer lists
+    are refused, because their product could take minutes."""
     if not isinstance(values, list) or len(values) > at_most or not all(type(v) is int and v >= 0 for v in values):
         raise ValueError(f"{reprlib.repr(values)} should be a list of at most {at_most} whole numbers")
     return tuple(values)

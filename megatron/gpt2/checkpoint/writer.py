@@ -54,7 +54,7 @@ from megatron.gpt2.checkpoint.reader import (
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, list_iterations
 from mpu.partition import TensorSlice
 
-_HASH_BYTES = 1 << 20  # A block of _HASH_BYTES is hashed from the processor's cache.
+_HASH_BYTES = 1 << 20  # A block of _HASH_BYTES fits into the processor's cache, so that hashing is fast.
 _WRITE_BACK = 16 << 20
 
 
@@ -145,7 +145,7 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
                 block = data[start : start + _HASH_BYTES]
                 stream.write(block)
                 sha256.update(block)
-                # The data goes to the disk from now on, so that the fsync at the end takes little time.
+                # Start to write to the disk now, so that the fsync at the end takes little time.
                 if (end := stream.tell()) - started >= _WRITE_BACK and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
                     started = end

@@ -88,15 +88,15 @@ COMMON, COMMON_OBJECT, CONFIG = "common.pt", "common_state/shard_0_1", "metadata
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(?:(fp32_)?param|(exp_avg|exp_avg_sq))\.(.+)", re.ASCII)
-# After BUCKET_PREFIX comes the number of the model-parallel rank, counted stage by stage. gbuf_idx is the number of a
-# buffer: a rank has one buffer for each of its chunks of layers.
+# The number of the model-parallel rank, counted stage by stage, follows BUCKET_PREFIX. gbuf_idx is the number of a
+# buffer; a rank has one buffer for each of its chunks of layers.
 BUCKET_PREFIX = "optimizer.distributed.dp_group_idx_"
 BUCKET = re.compile(
     re.escape(BUCKET_PREFIX) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param", re.ASCII
 )
 STATE_NAMES = {"master": "param", **{moment: moment for moment in MOMENTS}}
 ALIGNMENT = 64
-# the orders of a layer's modules in Megatron Core: with its own layers, and with layers of Transformer Engine
+# the orders of a layer's modules with Megatron Core's own layers, and with those of Transformer Engine
 _LAST_MODULES = ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 MODULE_ORDERS = (
     ("input_layernorm", "attention.dense", *_LAST_MODULES),

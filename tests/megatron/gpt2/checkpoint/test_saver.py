@@ -201,8 +201,8 @@ def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     disk = SimpleNamespace(f_bavail=2, f_frsize=512, f_files=9, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: disk)
     said = r"No space left on device \(no inodes are free there: remove files, however small\)"
-    with pytest.raises(OSError, match=f"tracker: cannot write its 3 bytes: {said}"):
-        write_atomically(tmp_path / "tracker", b"300")
+    with pytest.raises(OSError, match=f"file: cannot write its 3 bytes: {said}"):
+        write_atomically(tmp_path / "file", b"300")
     with pytest.raises(OSError, match=f"{said}: '.*settings'"):
         atomic_write_text(tmp_path / "settings", "{}")
 
