@@ -31,7 +31,7 @@ from mpu.partition import TensorSlice
 
 Entries = Mapping[str, Any]  # a dictionary in a file, or in our metadata
 OPTIMIZER_KINDS = ("master", *MOMENTS)
-MAX_JSON_BYTES = 2 << 20  # ten times the size of the index of GPT-2's largest model
+MAX_JSON_BYTES = 2 << 20  # The limit is ten times the size of the index of GPT-2's largest model.
 GPT2_VOCAB_SIZE = 50257
 # Code that reads data of an unexpected form raises these exceptions.
 PARSE_ERRORS = (

@@ -40,7 +40,7 @@ from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-# {Hugging Face's name: our field}
+# {name in Hugging Face's config.json: field of ModelConfig}
 CONFIG_INTEGERS = {**CONFIG_SIZES, "n_positions": "max_position_embeddings"}
 CONFIG_FRACTIONS = {
     "attn_pdrop": "attention_dropout",

@@ -84,7 +84,7 @@ ALLOWED_DCP_NAMES = re.compile(
     r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath|collections\.OrderedDict",
     re.ASCII,
 )
-# (dtype, key, number of elements) -> first byte in the file
+# A function of this type returns a storage's first byte in the file, from its dtype, key and number of elements.
 FindStorage = Callable[[torch.dtype, str, int], int]
 Storage = tuple[torch.dtype, int, int]  # (dtype, first byte in the file, number of elements)
 
