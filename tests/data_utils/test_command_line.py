@@ -27,24 +27,21 @@ as_command(main)()
 def end(main: str, head: bool = False) -> tuple[int, str, str]:
     """Run a program with the function `main`. Return exit code, output and errors.
 
-    head: read one character of the output, then close the pipe.
+    head: close the pipe after the first character of the output.
     """
-    with subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(main=main)],
         cwd=ROOT,
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    ) as process:
-        if head:
-            process.stdout.read(1)
-            process.stdout.close()
-            process.stdin.close()
-            err = process.stderr.read()
-            return process.wait(240), "", err
-        out, err = process.communicate(timeout=240)
-        return process.returncode, out, err
+    )
+    if head:
+        process.stdout.read(1)
+        process.stdout.close()
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
 
 
 @pytest.mark.parametrize(
