@@ -53,6 +53,5 @@ def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2",
 
 def write_byte_vocabulary(vocab: Path, merges: Path) -> None:
     """Write GPT-2's two files for a vocabulary of the 256 bytes and an end of document, without merges."""
-    tokens = [*bytes_to_unicode(), END_OF_TEXT]
-    vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    vocab.write_text(json.dumps({token: number for number, token in enumerate([*bytes_to_unicode(), END_OF_TEXT])}))
     merges.write_text("#version: 0.2\n")

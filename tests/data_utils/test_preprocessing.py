@@ -26,11 +26,12 @@ def some_texts(count: int) -> list[str]:
     return ["".join(draw.choices(words, k=draw.randrange(1, 60))) for _ in range(count)]
 
 
-def run(paths: Any, prefix: Path, kind: str = "bytes", said: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    given = (paths,) if isinstance(paths, str) else tuple(paths)
-    options = {"keys": ("text",), "tokenizer": (("kind", kind),), "append_eod": True, **more}
+def run(paths: str | list[str], prefix: Path, kind: str = "bytes", **more: Any) -> dict[str, Any]:
+    inputs = (paths,) if isinstance(paths, str) else tuple(paths)
+    options = {"keys": ("text",), "append_eod": True, "log": lambda line: None, **more}
+    log = options.pop("log")
     return preprocessing.preprocess(
-        PreprocessingJob(given, str(prefix), **options), log=([] if said is None else said).append
+        PreprocessingJob(inputs, str(prefix), tokenizer=(("kind", kind),), **options), log=log
     )
 
 
@@ -43,14 +44,13 @@ def texts_of(prefix: Path, key: str = "text") -> list[str]:
 @pytest.mark.parametrize("kind", ["bytes", "builtin"])
 def test_output_equals_the_tokenizer(tmp_path: Path, kind: str) -> None:
     """No text can inject an end-of-document token."""
-    texts = [*some_texts(300), "<|endoftext|>", "a<|endoftext|>b", "<|endoftext|>" * 100]
-    path, prefix = write_lines(tmp_path / "a.jsonl", texts), f"{tmp_path}/out_text_document"
+    texts, tokenizer = [*some_texts(300), "<|endoftext|>" * 100], build_tokenizer(kind)
+    path = write_lines(tmp_path / "a.jsonl", texts)
     manifest = run(path, tmp_path / "out", kind)["text"]
-    tokenizer, data = build_tokenizer(kind), IndexedDataset(prefix)
-    assert [list(data[number]) for number in range(303)] == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
-    assert int((data.tokens == tokenizer.eod).sum()) == manifest["documents"] == 303
-    assert manifest["tokens"] == len(data.tokens) and manifest["inputs"][0]["lines"] == 303
-    assert manifest["text_bytes"] == len("".join(texts).encode())
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [list(data[number]) for number in range(301)] == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
+    assert int((data.tokens == tokenizer.eod).sum()) == manifest["documents"] == manifest["inputs"][0]["lines"] == 301
+    assert (manifest["tokens"], manifest["text_bytes"]) == (len(data.tokens), len("".join(texts).encode()))
     run(path, tmp_path / "plain", kind, append_eod=False)
     plain = IndexedDataset(tmp_path / "plain_text_document").tokens
     assert list(plain) == list(data.tokens[data.tokens != tokenizer.eod])
@@ -62,25 +62,22 @@ def test_every_format_of_input(tmp_path: Path, small_shards: None) -> None:
 
     texts = some_texts(200)
     plain = Path(write_lines(tmp_path / "a.jsonl", texts)).read_bytes()
+    table = tmp_path / "i.parquet"
+    parquet.write_table(pyarrow.table({"text": texts, "other": range(200)}), table, row_group_size=50)
     forms = {
         "b.jsonl.gz": gzip.compress(plain),
         "f.part-0": plain,
-        "d.jsonl": b"\xef\xbb\xbf" + plain,
-        "g.jsonl": plain.rstrip(),
-        "h.jsonl": plain.replace(b"\n", b"\r\n\n"),
+        "d.jsonl": b"\xef\xbb\xbf" + plain.rstrip().replace(b"\n", b"\r\n\n"),
         "e.json": json.dumps([{"text": text} for text in texts], indent=1).encode(),
+        "i.parquet": table.read_bytes(),
     }
     for name, content in forms.items():
-        write(tmp_path / name, content)
-    parquet.write_table(pyarrow.table({"text": texts, "other": range(200)}), tmp_path / "i.parquet", row_group_size=50)
-    for name in (*forms, "i.parquet"):
-        run(str(tmp_path / name), tmp_path / f"out-{name}")
+        run(write(tmp_path / name, content), tmp_path / f"out-{name}")
         assert texts_of(tmp_path / f"out-{name}") == texts, name
     with pytest.raises(ValueError, match="no column 'body', but text, other: --json-keys"):
-        run(str(tmp_path / "i.parquet"), tmp_path / "damaged", keys=("body",))
-    path = write(tmp_path / "i.parquet", (tmp_path / "i.parquet").read_bytes()[:-40])
+        run(str(table), tmp_path / "damaged", keys=("body",))
     with pytest.raises(ValueError, match="i.parquet is damaged"):
-        run(path, tmp_path / "damaged")
+        run(write(table, table.read_bytes()[:-40]), tmp_path / "damaged")
     assert not list(tmp_path.glob("damaged_*"))
 
 
@@ -92,16 +89,16 @@ def test_folders_and_several_keys(tmp_path: Path) -> None:
         write(folder / f"{number}.txt", text)
     run(str(folder), tmp_path / "pages")
     assert texts_of(tmp_path / "pages") == pages
-    with pytest.raises(ValueError, match="--output-prefix .* is inside the input folder"):
-        run(str(folder), folder / "out")
-    with pytest.raises(ValueError, match="--json-keys"):
-        run(str(folder), tmp_path / "out", keys=("a/b",))
-    lines = [{"title": f"t{number}", "body": "" if number == 3 else f"b{number}"} for number in range(10)]
-    path = write(tmp_path / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    for prefix, keys, said in (
+        (folder / "out", ("text",), "--output-prefix .* is inside the input folder"),
+        (tmp_path / "out", ("a/b",), "--json-keys"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(str(folder), prefix, keys=keys)
+    path = write(tmp_path / "a.jsonl", '{"title": "a", "body": "b"}\n{"title": "c", "body": ""}\n')
     manifests = run(path, tmp_path / "out", keys=("title", "body"))
-    for key, empty in (("title", 0), ("body", 1)):
-        assert texts_of(tmp_path / "out", key) == [line[key] for line in lines if line[key]]
-        assert manifests[key]["empty_documents"] == empty
+    for key, texts, empty in (("title", ["a", "c"], 0), ("body", ["b"], 1)):
+        assert texts_of(tmp_path / "out", key) == texts and manifests[key]["empty_documents"] == empty
 
 
 # --- unusable lines
@@ -113,21 +110,18 @@ def test_bad_lines_are_skipped_counted_and_saved(
 ) -> None:
     if not with_orjson:
         monkeypatch.setattr(preprocessing, "json_parser", lambda: json.loads)
-    texts = some_texts(1000)
+    texts, said = some_texts(1000), list[str]()
     good = write_lines(tmp_path / "good.jsonl", texts)
-    content = Path(good).read_bytes().splitlines(keepends=True)
-    for number, bad in enumerate(BAD_LINES):
-        content.insert(80 * number + 79, bad + b"\n")
-    content.insert(500, b"\n")
-    path, said = write(tmp_path / "a.jsonl", b"".join([*content, b'{"text": ""}\n'])), list[str]()
-    manifest = run([good, path], tmp_path / "out", said=said, max_bad_fraction=0.01)["text"]
+    lines = Path(good).read_bytes().splitlines()
+    for number, bad in enumerate([*BAD_LINES, b"", b'{"text": ""}']):
+        lines.insert(70 * number + 9, bad)
+    path = write(tmp_path / "a.jsonl", b"\n".join(lines))
+    manifest = run([good, path], tmp_path / "out", log=said.append, max_bad_fraction=0.01)["text"]
     assert texts_of(tmp_path / "out") == texts * 2
     assert manifest["bad_lines"] == len(BAD_LINES) and manifest["empty_documents"] == 1
     quarantine = [json.loads(line) for line in (tmp_path / "out.bad.jsonl").read_text().splitlines()]
-    assert [entry["file"] for entry in quarantine] == [path] * len(BAD_LINES)
-    lines = Path(path).read_bytes().split(b"\n")
-    assert [lines[entry["line"] - 1] for entry in quarantine] == BAD_LINES
-    assert [entry["content"] for entry in quarantine][:1] == ['{"text": "half']
+    found = [(entry["file"], lines[entry["line"] - 1]) for entry in quarantine]
+    assert found == [(path, line) for line in BAD_LINES] and quarantine[0]["content"] == '{"text": "half'
     assert any("12 of 2,013 lines are unusable and left out" in line for line in said)
 
 
@@ -153,7 +147,7 @@ def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
 def test_existing_output_is_kept_or_refused(tmp_path: Path, small_shards: None) -> None:
     path, said = write_lines(tmp_path / "a.jsonl", some_texts(200)), list[str]()
     made, before = run(path, tmp_path / "out"), (tmp_path / "out_text_document.bin").stat()
-    assert run(path, tmp_path / "out", said=said) == made and "nothing to do" in said[0]
+    assert run(path, tmp_path / "out", log=said.append) == made and "nothing to do" in said[0]
     assert (tmp_path / "out_text_document.bin").stat().st_mtime_ns == before.st_mtime_ns
     other = write_lines(tmp_path / "b.jsonl", some_texts(21))
     for given, change in ((path, {"append_eod": False}), (path, {"kind": "builtin"}), (other, {})):

@@ -111,8 +111,10 @@ def attempt(
     place: a text that an error must contain, unless it names a flag.
     most: seconds of processor time. A slow read is tried again, because of garbage collections and busy machines.
     """
-    found = (_attempt(read, size, place, refusals, most) for _ in range(3))
-    return next((outcome for outcome in found if outcome[0] != "slow"), ("slow", f"more than {most:.1f} s"))
+    for _ in range(3):
+        if (outcome := _attempt(read, size, place, refusals, most))[0] != "slow":
+            break
+    return outcome
 
 
 def _attempt(
@@ -135,7 +137,7 @@ def _attempt(
         return f"exception: {origin(error)}", repr(str(error)[:200])
     seconds, memory = time.process_time() - start, peak() - before
     if seconds > most:
-        return "slow", ""
+        return "slow", f"{seconds:.1f} s"
     if memory > MEMORY_FACTOR * size + EXTRA_MEMORY:
         return "memory", f"{memory / 2**20:.0f} MiB for {size:,} bytes"
     return outcome, line

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_utils import build_tokenizer
-from tests.conftest import ROOT, tool
+from tests.conftest import ROOT, error_line, tool
 from tests.data_utils.data_files import write_lines, write_pair
 
 inspect, maker, merger = tool("inspect_data"), tool("preprocess_data"), tool("merge_datasets")
@@ -78,12 +78,16 @@ def prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_inspect_prints_and_plots(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"{prefix} --documents 0 2 --tokenizer-type bytes --plot {tmp_path}/a.png"
-    assert inspect.main(line.split()) == 0
+    inspect.main(f"{prefix} --documents 0 2 --tokenizer-type bytes --plot {tmp_path}/a.png".split())
     out = capsys.readouterr().out
-    assert "indexed, 20 documents, 2,485 tokens (uint16)" in out and "tokenizer: bytes of 257 ids" in out
-    assert "2,465 bytes of text, 1.00 a token" in out and "--- document 2: 34 tokens\ndocument 2 document 2" in out
-    assert "longest" in out and "0 bad lines" in out and sum(line.endswith("#") for line in out.splitlines()) == 5
+    for part in (
+        "indexed, 20 documents, 2,485 tokens (uint16)",
+        "tokenizer: bytes of 257 ids",
+        "2,465 bytes of text, 1.00 a token; 0 bad lines",
+        "--- document 2: 34 tokens\ndocument 2 document 2",
+    ):
+        assert part in out
+    assert "longest" in out and sum(line.endswith("#") for line in out.splitlines()) == 5
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert inspect.main([prefix + ".bin", "--verify"]) == 0 and "all hashes match" in capsys.readouterr().out
 
@@ -106,26 +110,22 @@ def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[s
     assert inspect.main([prefix, "--verify"]) == 0
 
 
-def test_ids_outside_the_vocabulary_are_found_without_a_manifest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pair = write_pair(tmp_path / "a", [[1, 300]])
-    assert inspect.main([pair, "--verify", "--tokenizer-type", "bytes"]) == 1
+def test_ids_are_checked_without_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main([write_pair(tmp_path / "a", [[1, 300]]), "--verify", "--tokenizer-type", "bytes"]) == 1
     assert "ids from 1 to 300, but the vocabulary has 257" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "line, reason",
+    "flags, reason",
     {
-        "{0} --documents 20 --tokenizer-type bytes": "there are documents 0 to 19",
-        "{0} --documents 0": "--documents needs --tokenizer-type",
-        "{0} --tokenizer-type builtin": "was made by another tokenizer, bytes of 257",
-        "{0} --plot {0}.xyz": "--plot .*.xyz: give a file",
+        "--documents 20 --tokenizer-type bytes": "there are documents 0 to 19",
+        "--documents 0": "--documents needs --tokenizer-type",
+        "--tokenizer-type builtin": "was made by another tokenizer, bytes of 257",
+        "--plot a.xyz": "--plot a.xyz: give a file",
     }.items(),
 )
-def test_bad_input_of_inspect_data(prefix: str, line: str, reason: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=reason):
-        inspect.main(line.format(prefix).split())
+def test_bad_input_of_inspect_data(prefix: str, flags: str, reason: str) -> None:
+    assert reason in error_line(lambda: inspect.main([prefix, *flags.split()]))
 
 
 def test_merging_checks_the_manifests(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,5 +157,3 @@ def test_a_bpe_in_gpt2s_format_is_lossless_and_what_hf_makes_of_the_same_files(t
     ids = list(tokenizer.encode(text))
     assert tokenizer.decode(ids) == text and tokenizer.eod == tokenizer.vocab_size - 1 not in ids
     assert ids == ByteLevelBPETokenizer(*files).encode(text).ids and len(ids) < len(text) / 1.5
-    small = run("train_tokenizer", f"{line} --vocab-size 200")
-    assert small.returncode == 2 and "--vocab-size must be at least 257" in small.stderr

@@ -4,13 +4,11 @@ servers that misbehave."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import json
 import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +29,8 @@ from megatron.gpt2.extensions.webtext.download import (
 )
 from megatron.gpt2.extensions.webtext.filters import (
     SUSPECT,
-    duplicate_key,
     fix_text,
     make_url_filter,
-    normalize_url,
 )
 from megatron.gpt2.extensions.webtext.step import json_line
 from tests.conftest import needs
@@ -50,26 +46,16 @@ TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), max_si
         ("https://www.bbc.co.uk/news/article-1", None),
         ("http://blog.example.com/2019/01/a-post.html?page=2", None),
         ("http://[2001:db8::1]/page", "malformed"),
-        ("http://x.", "malformed"),
         ("https://m.youtube.com/watch?v=1", "site without text"),
         ("https://cdn.example.com/a/photo.JPEG?width=3", "file that is no page"),
         ("ftp://example.com/a", "neither http nor https"),
         ("http://example.com:99999/", "malformed"),
-        ("http://127.0.0.1:8000/", "malformed"),
         ("http://a", "too short"),
         ("http://example.com/" + "a" * 2100, "too long"),
     ],
 )
 def test_url_filter(url: str, reason: str | None):
     assert make_url_filter()(url) == reason
-
-
-def test_one_page_with_many_urls():
-    assert normalize_url("HTTP://User@Example.COM:80#top") == "http://example.com/"
-    assert normalize_url("https://example.com:8443/A?b#c") == "https://example.com:8443/A?b"
-    same = ["http://example.com/a", "https://www.example.com/a/", "http://example.com:80/a#b"]
-    other = ["http://example.com/A", "http://example.com/a?b", "http://news.example.com/a"]
-    assert len({duplicate_key(normalize_url(url)) for url in same + other}) == 1 + len(other)
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,7 +122,6 @@ def test_search_group_and_removal(tmp_path: Path):
 
 # --- pages
 
-DRIP = b"a byte now and then, without end"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
 
 
@@ -158,12 +143,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]
                 return
             connection.recv(65536)
             if answers:
-                body, drips, _ = answers.pop(0).partition(DRIP)
-                connection.sendall(body)
-                with contextlib.suppress(OSError):
-                    while drips:
-                        time.sleep(0.02)
-                        connection.sendall(b"x")
+                connection.sendall(answers.pop(0))
                 connection.close()
             else:
                 held.append(connection)
@@ -195,10 +175,8 @@ def get(url: str, max_bytes: int = 100_000, seconds: float = 60.0) -> Page:
     [
         (b"HTTP/1.1 404 Not Found\r\n\r\n", "status 404"),
         (b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\nx", "no page of text"),
-        (OK + b"Content-Length: 100001\r\n\r\n", "too large"),
         (OK + b"\r\n" + 100_001 * b"x", "too large"),
         (OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(bytes(1_000_000)), "too large"),
-        (OK + b"Content-Length: 10\r\n\r\nabc", "broken answer"),
         (b"hello", "broken answer"),
         (b"", "connection failed"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "malformed address"),
@@ -214,24 +192,25 @@ def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
     assert str(refused.value) == reason
 
 
-@pytest.mark.parametrize("answer", [None, OK + b"\r\n" + DRIP, OK + b"X-More: " + DRIP])
-def test_a_server_that_takes_too_long(server: tuple[str, list[bytes]], answer: bytes | None):
-    address, answers = server
-    answers += [answer] if answer else []
+def test_a_server_that_takes_too_long(server: tuple[str, list[bytes]]):
     with pytest.raises(PageError, match="too slow"):
-        get(address, seconds=0.3)
+        get(server[0], seconds=0.3)
 
 
 def test_a_slow_extraction_kills_its_process():
-    page = Page("u", b"<html><body><p>" + b"Some words of a text. " * 30 + b"</p></body></html>", None)
-    # Extracting the text of 60,000 paragraphs takes seconds.
-    many = b"".join(b"<p>Some words of paragraph %d.</p>" % number for number in range(60_000))
-    long = Page("u", b"<html><body>" + many + b"</body></html>", None)
+    """Extracting the text of 60,000 paragraphs takes seconds."""
+    page, slow = (
+        Page(
+            "u",
+            b"<html><body>%b</body></html>" % (b"<p>Some words of a paragraph, %b.</p>" % (b"x" * 60) * count),
+            None,
+        )
+        for count in (10, 60_000)
+    )
 
     async def extract_all() -> None:
-        assert (await extract(pool, page, 20.0)).startswith("Some words")
         with pytest.raises(PageError, match="text not found in time"):
-            await extract(pool, long, 0.2)
+            await extract(pool, slow, 0.2)
         assert (await extract(pool, page, 20.0)).startswith("Some words")
 
     with text_extractors(1) as pool:

@@ -10,9 +10,11 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 
@@ -50,14 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lines = [json.dumps({"text": f"Tale {file}, {number}. {STORY}"}) + "\n" for number in range(3)]
         Path(f"lines/{file}.jsonl").write_text("".join(lines))
     Path("evaluation.txt").write_text("Nothing of these words is in the other texts, however long one looks for them.")
-
-
-def test_scraped_text_is_merged_and_split(capsys: pytest.CaptureFixture[str]):
-    program("merge_jsons", "--data_path", "texts", "--limit", "3")
-    merged = [json.loads(line) for line in Path("merged_output.json").read_text().splitlines()]
-    assert [document["id"] for document in merged] == ["0.txt", "1.txt", "2.txt"]
-    program("split_dataset", "merged_output.json", "split")
-    assert "--train-data" in capsys.readouterr().out
 
 
 def test_file_names_of_2019_from_addresses_to_a_data_set():
@@ -125,11 +119,9 @@ def test_slurm(capsys: pytest.CaptureFixture[str]):
     flags = "--executor slurm --slurm-partition cpu --tasks 2".split()
     found = run("cleanup_dataset", "lines", "out", *flags, PATH=f"{Path('bin').resolve()}:{os.environ['PATH']}")
     assert found.returncode == 0 and "submitted to Slurm" in found.stdout, found.stderr
-    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.jsonl")}
-    assert sorted(path.name for path in before) == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    assert sorted(path.name for path in Path("out").glob("*.jsonl")) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     program("cleanup_dataset", "lines", "out")
     assert "9 in, 9 out" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 ENGLISH = """the of and to in is was that for on with as it by at from his her they which or we an were been has would
@@ -168,46 +160,59 @@ def html(texts: list[str], title: str = "A page") -> bytes:
 
 
 LATIN = "Café, naïve, façade, £5."
-# For each kind of page: the number of pages, the content for a seed, text that must be in the corpus, status and
-# headers
-KINDS: dict[str, tuple[int, Callable[[str], bytes], str, int, dict[str, str]]] = {
-    "article": (16, lambda seed: html(paragraphs(seed)), "{first}", 200, {}),
-    "latin": (
+
+
+class Kind(NamedTuple):
+    """A kind of page.
+
+    pages: the number of pages.
+    body: returns the content for a seed.
+    part: text that must be in the corpus, or "" if the pages must not be there.
+    """
+
+    pages: int
+    body: Callable[[str], bytes] = lambda seed: html(paragraphs(seed))
+    part: str = ""
+    status: int = 200
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+KINDS = {
+    "article": Kind(16, part="{first}"),
+    "latin": Kind(
         1,
         lambda seed: html([*paragraphs(seed), LATIN]).decode().encode("cp1252"),
         LATIN,
-        200,
-        {"Content-Type": "text/html; charset=cp1252"},
+        headers={"Content-Type": "text/html; charset=cp1252"},
     ),
     # The text is UTF-8 that was once read as Latin-1. The server names a wrong encoding.
-    "mojibake": (
+    "mojibake": Kind(
         1,
         lambda seed: html([*paragraphs(seed), "The cafÃ© was schÃ¶n."]),
         "The café was schön.",
-        200,
-        {"Content-Type": "text/html; charset=ascii"},
+        headers={"Content-Type": "text/html; charset=ascii"},
     ),
-    "redirect": (1, lambda seed: b"", "{first}", 301, {"Location": "http://news8.example.com/moved/0"}),
-    "zcopy": (4, lambda seed: html([*paragraphs(seed), "Indeed."], "A page copied"), "", 200, {}),
-    "foreign": (3, lambda seed: html(paragraphs(seed, GERMAN)), "", 200, {}),
-    "short": (2, lambda seed: html(paragraphs(seed, count=1)[: seed.endswith("1")]), "", 200, {}),
-    "quoted": (2, lambda seed: html([*paragraphs(seed), f"{EVALUATION}."]), "", 200, {}),
-    "gone": (2, lambda seed: b"", "", 404, {}),
-    "inside": (1, lambda seed: b"", "", 302, {"Location": "http://169.254.169.254/secret"}),
+    "redirect": Kind(1, part="{first}", status=301, headers={"Location": "http://news8.example.com/moved/0"}),
+    "zcopy": Kind(4, lambda seed: html([*paragraphs(seed), "Indeed."], "A page copied")),
+    "foreign": Kind(3, lambda seed: html(paragraphs(seed, GERMAN))),
+    "short": Kind(2, lambda seed: html(paragraphs(seed, count=1)[: seed.endswith("1")])),
+    "quoted": Kind(2, lambda seed: html([*paragraphs(seed), f"{EVALUATION}."])),
+    "gone": Kind(2, status=404),
+    "inside": Kind(1, status=302, headers={"Location": "http://169.254.169.254/secret"}),
 }
 PAGES: dict[str, Answer] = {
     "http://news8.example.com/moved/0": (html(paragraphs("redirect0")), 200, {"Content-Type": "text/html"})
 }
 GOOD: dict[str, str] = {}
-for kind, (count, body, text, status, headers) in KINDS.items():
-    for number in range(count):
+for name, kind in KINDS.items():
+    for number in range(kind.pages):
         url, seed = (
-            f"http://news{number % 3}.example.com/{kind}/{number}",
-            f"{kind.replace('zcopy', 'article')}{number}",
+            f"http://news{number % 3}.example.com/{name}/{number}",
+            f"{name}{number}".replace("zcopy", "article"),
         )
-        PAGES[url] = body(seed), status, {"Content-Type": "text/html", **headers}
-        if text:
-            GOOD[url] = text.format(first=paragraphs(seed)[0])
+        PAGES[url] = kind.body(seed), kind.status, {"Content-Type": "text/html", **kind.headers}
+        if kind.part:
+            GOOD[url] = kind.part.format(first=paragraphs(seed)[0])
 URLS = [url for url in sorted(PAGES) if "/moved/" not in url]
 BAD_URLS = [
     "http://www.youtube.com/watch?v=1",
