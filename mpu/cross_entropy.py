@@ -103,8 +103,8 @@ def vocab_parallel_cross_entropy(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The forward pass also computes the gradients, chunk by chunk. Backward scales these gradients by the gradient of
-    the loss."""
+    """The forward pass also computes the gradients, chunk by chunk. Backward only multiplies the computed gradients by
+    the gradient of the loss."""
 
     @staticmethod
     def forward(
@@ -137,7 +137,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 d_logits = logits  # The softmax has overwritten the logits.
                 torch.mm(d_logits, weight, out=d_hidden[rows])
-                d_weight.add(d_logits, hidden[rows])  # += d logitsᵀ · hidden
+                d_weight.add(d_logits, hidden[rows])
                 del d_logits
             del logits  # Free the logits before those of the next chunk exist.
         if needs_grad:

@@ -4,9 +4,8 @@
     split_qkv:                 queries, keys and values; backward copies their gradients once
     gelu_with_bias_gradient:   gelu(x)
 
-The gradient of a linear layer's bias is a sum of the gradient of the layer's output. The function that uses this output
-computes the sum in its backward pass, which already has the values in registers. That function therefore takes the bias
-as an argument.
+The functions that use the output of a linear layer take the bias of the layer as an argument. The gradient of the bias
+is a sum of the gradient of the output, whose values are in registers in the backward of these functions.
 
 A pass reads or writes as many elements as the layer's input has. Between its products, a layer without dropout takes 42
 passes; torch's operators take 63 and torch.compile takes 56. With dropout these numbers are 44, 71 and 65.
