@@ -89,3 +89,12 @@ def test_a_kernel_is_compared_before_its_first_use(
     for line, name in zip(lines, ("float32", "bfloat16"), strict=False):
         assert "\n" not in line and f"the Triton kernel {tested.name} is not used for {name}: " in line
         assert re.search(reason, line)
+
+
+def test_a_wrong_returned_tensor_is_found():
+    def test_double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    tested = TritonKernel(test_double, lambda dtype: iter([(example_tensor(dtype, 3),)]))
+    tested.kernel = lambda x: 2.1 * x
+    assert "it differs from its reference" in tested.compare(torch.device("cpu"), torch.float32)
