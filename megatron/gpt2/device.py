@@ -1,8 +1,8 @@
 """Choose device, precision, backend, attention kernel, threads and allocator of this process. Also return the peak
 FLOP/s of its device and the versions of its libraries.
 
-Functions that choose something also return a line for the log with the reason. If the choice of a flag is impossible,
-they raise a ValueError that names the alternative.
+Functions that choose something also return a line for the log with the reason. If the value of a flag is impossible,
+these functions raise a ValueError that names the alternative.
 """
 
 import contextlib
@@ -170,7 +170,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
 def cpu_bf16_feature() -> str:
     """Return the name of the CPU's feature for bf16 products, or "". On other systems than Linux the result is ""."""
     features = torch.cpu.get_capabilities() if sys.platform == "linux" else {}
-    # The last name is that of ARM.
+    # The feature "bf16" is that of ARM.
     return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if features.get(name)), "")
 
 
@@ -208,7 +208,7 @@ def usable_cores(root: str = "/") -> int:
 
     root: the root of the file system.
     """
-    if not hasattr(os, "sched_getaffinity"):  # Only Linux has this function.
+    if not hasattr(os, "sched_getaffinity"):  # Only Linux has os.sched_getaffinity.
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
@@ -348,8 +348,8 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
     if device.type != "cpu" or user_settings or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
         return ""
     mallopt = ctypes.CDLL(None).mallopt
-    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # the constants of malloc.h
-    # Some versions of glibc allow only 32.
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # The constants of malloc.h.
+    # Some versions of glibc allow a threshold of at most 32 MB.
     megabytes = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)
     if not megabytes or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
         return ""
@@ -357,8 +357,8 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak FLOP/s for the MFU, and a text that says where the figure is from. For a known GPU the datasheet
-    has it. For other devices, the function measures some large matrix products for about 0.3 s and takes the
+    """Return the peak FLOP/s for the MFU, and a text with the source of this figure. For a known GPU, this is the
+    datasheet. For other devices, the function measures some large matrix products for about 0.3 s and takes the
     fastest."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else plural(torch.get_num_threads(), "thread")
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
@@ -390,7 +390,7 @@ def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float
         is_new = took < seconds / 20 and size < 8192
         if is_new:
             size *= 2
-            # The numbers differ, because with ones an H200 needs less power and is 13 % faster.
+            # Use different numbers: with ones, an H200 needs less power and is 13 % faster.
             numbers = torch.arange(size * size, device=device, dtype=torch.float32).sin().view(size, size).to(dtype)
         start = time.perf_counter()
         torch.nn.functional.linear(numbers, numbers)  # [size, size] x [size, size]

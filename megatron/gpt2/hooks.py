@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from megatron.gpt2.train.setup import RunContext
     from megatron.gpt2.train.trainer import Trainer
 
-# {key of a flag: "module:class" in megatron/gpt2/extensions}. The constructor of the class takes the configuration.
+# {"section.field" of a flag: "module:class" of its extension in megatron/gpt2/extensions}. The constructor of the class
+# takes the configuration.
 EXTENSIONS = {
     "parallel.exact_layouts": "exact.hook:ExactLayouts",
     "train.check_replicas_interval": "watch.replicas:ReplicaCheck",
@@ -43,7 +44,7 @@ EXTENSIONS = {
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# The memory plan has no flag and is loaded if it is installed. It computes the expected memory of a run.
+# This extension computes the expected memory of a run. It has no flag and is loaded if it is installed.
 MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")

@@ -31,21 +31,21 @@ from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import run_program
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
-PERIOD = 375  # number of elements after which the values of a test repeat
-# The tolerances are relative and allow any order of summation.
+PERIOD = 375  # The values of a tensor repeat after this number of elements.
+# These relative tolerances allow any order of summation.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-TIMEOUT_MINUTES = 5  # time limit of a collective, much longer than one operation takes
+TIMEOUT_MINUTES = 5  # The time limit of a collective, which is much longer than an operation takes.
 # Without --iters, an operation runs for RUNS_SECONDS at each size, at least MIN_RUNS and at most MAX_RUNS times.
 MIN_RUNS, MAX_RUNS, RUNS_SECONDS = 5, 1000, 0.2
-UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # exponents of two
-PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # With less than 1 MB, noise looks like a slow pair.
-LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # format of a row of the printed table
+UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # {unit of a size: exponent of two}
+PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # Times of smaller messages are too noisy.
+LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # a row of the table
 HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µs", "algorithm", "bus GB/s", "result")
 
 
 class SkipOperation(Exception):
-    """An operation cannot be measured, or not at larger sizes; the message says why. All ranks raise this error
-    together."""
+    """Raised by all ranks together if an operation cannot be measured, or not at larger sizes. The message gives the
+    reason."""
 
 
 def exchange(target: int, sent: Tensor, source: int, received: Tensor) -> None:
@@ -99,7 +99,8 @@ def isend_irecv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
 
 
 class BenchOperation(NamedTuple):
-    """An operation on x [blocks, count], which holds `sample_values`, with the result y [blocks, count].
+    """A collective, or messages between pairs of ranks. The input x [blocks, count] has the values of `sample_values`.
+    The result is y [blocks, count].
 
     run: the operation, called with the group, x and y.
     expected: returns the right first blocks of y, given the x of all n ranks, [n, blocks, PERIOD], and the group; None
@@ -192,7 +193,7 @@ def run_and_check(
     everything = torch.stack([sample_values(rank, blocks) for rank in dist.get_process_group_ranks(group)])
     expected = operation.expected(everything, group)
     right = expected is None or torch.allclose(y[: len(expected)], repeated(expected), rtol=TOLERANCE[dtype], atol=0)
-    y.zero_()  # After a hundred sums in place, the values would overflow.
+    y.zero_()  # Values other than 0 would overflow after a hundred sums in place.
     return run, x.nbytes, seconds, right
 
 
@@ -325,7 +326,7 @@ def pairs_table(bandwidth: Tensor) -> str:
 
 def describe_pairs(bandwidth: Tensor, hosts: Sequence[str]) -> Iterator[str]:
     """Yield a line with the range of all bandwidths, then a line for each slow rank or pair. A pair is slow below half
-    of the median. A rank is slow if most of its pairs are slow. With two ranks, no rank can be blamed."""
+    of the median. A rank is slow if most of its pairs are slow. With two ranks, only the pair is reported."""
     n, values = len(bandwidth), bandwidth[bandwidth > 0]
     median = values.quantile(0.5)
     slow = (bandwidth > 0) & (bandwidth < median / 2)

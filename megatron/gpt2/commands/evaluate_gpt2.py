@@ -3,7 +3,7 @@
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data wikitext-2/test.txt
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data lambada_test.jsonl --strict-lambada
 
-The checkpoint holds the model and the tokenizer. Megatron's flags for these are accepted, but not needed.
+The checkpoint has the model and the tokenizer, so Megatron's flags for them are accepted, but not needed.
 Exit codes: 0; 2 for bad input.
 """
 

@@ -67,7 +67,7 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         windows = []
         for _request, context, continuation in requests:
-            ids = np.array((context + continuation)[-self.max_length - 1 :])  # A long context loses its beginning.
+            ids = np.array((context + continuation)[-self.max_length - 1 :])  # Cut the beginning of a long context.
             windows.append(Window(ids, min(len(continuation), self.max_length)))
         scores = score_windows(self.model, windows, batch_size=self.batch_size)
         return list(zip((-scores.nats).tolist(), scores.greedy.tolist(), strict=True))
@@ -135,7 +135,7 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     """Run the tasks that the flags name. Rank 0 prints lm-eval's table and writes its results."""
     args = parse_args(argv)
     manager = TaskManager(include_path=args.include_path)
-    tasks_by_name = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # A name may be a pattern.
+    tasks_by_name = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # A name may have wildcards.
     if unknown := [name for name, tasks in tasks_by_name.items() if not tasks]:
         raise ValueError(f"--tasks: lm-eval has no task {', '.join(unknown)}")
     loaded = open_model_from_flags(args, rank_info, log)

@@ -18,7 +18,7 @@ TITLES = {
     "ignored": "Ignored with these values",
     "refused": "Refused: give the flag after the colon, or leave the flag out",
 }
-# Leave out the words of a flag's text that its title or the head of the page already says.
+# These words of a flag's text are left out, because the heading above the flag has the same meaning.
 REPEATED = re.compile(
     r"^(read as|give) |[;:]? ?(leave|take) it out$|: no other value is implemented$|bash scripts/python\.sh "
 )

@@ -5,7 +5,7 @@
     python tools/generate_text.py --load checkpoints/gpt2_small --sample-input-file prompts.txt > answers.jsonl
     python tools/generate_text.py --load checkpoints/gpt2_small --num-samples 10 --genfile samples.jsonl
 
-The checkpoint holds model, tokenizer and vocabulary. Megatron's flags for these are accepted, but not needed.
+The checkpoint has the model and the tokenizer, so Megatron's flags for them are accepted, but not needed.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -29,7 +29,7 @@ from megatron.gpt2.generate.generation import GenerationRequest, Generator
 from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.generate.sampling import SamplingParams
 
-# the fields of `SamplingParams` that become flags, each with its (metavar, help)
+# {field of `SamplingParams` that becomes a flag: (metavar, help)}
 SAMPLING_FLAGS = {
     "temperature": ("T", "below 1, likely tokens become likelier; 0 takes the likeliest token"),
     "top_k": ("K", "sample from the K likeliest tokens; 0: from all"),
@@ -176,7 +176,7 @@ def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
             entries = generate_entries(generator, prompts, args.sampling, args.batch_size)
             path = args.sample_output_file
             with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
-                escapes = str(file.encoding).lower() != "utf-8"  # A different encoding would lose characters.
+                escapes = str(file.encoding).lower() != "utf-8"  # Other encodings lack some characters.
                 for entry in progress_bar(entries, total=args.num_samples, unit="text"):
                     print(json.dumps(entry, ensure_ascii=escapes), file=file, flush=True)
         elif args.prompt is not None:

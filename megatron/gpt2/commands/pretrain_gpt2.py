@@ -73,7 +73,7 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     valid, sample = None, ""
     checkpoints.finish()
     if checkpoints.saved_iteration != iteration:
-        # Evaluations can take long. A save before them protects the last steps against a second Ctrl-C.
+        # Save before the evaluations, which can take long, because a second Ctrl-C would lose the last steps.
         checkpoints.save()
         checkpoints.finish()
     missing = "" if checkpoints.saved_iteration == iteration else f"iteration {iteration} is not saved"
@@ -97,7 +97,7 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     trainer.stop_signal.close()
     rank_info.end(code)
     shutdown_distributed(rank_info)  # Write the report last, because it can take a while and needs no other rank.
-    # In some locales the folder's name is not UTF-8.
+    # The name of the folder may be invalid UTF-8, which a plot cannot show.
     name = os.fsencode(trainer.context.save_directory.name).decode(errors="replace")
     plot = trainer.log.close(title=name)
     if rank_info.rank == 0:

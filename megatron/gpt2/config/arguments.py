@@ -132,7 +132,7 @@ class Arguments:
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """The flags of saving and loading, which are needed before `config` to find the checkpoint."""
+        """The flags of saving and loading. A run uses them to find the checkpoint, before `config` is built."""
         return CheckpointConfig(**self._values_of("checkpoint"))
 
     def _values_of(self, section: str) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _megatron_flags(args: Sequence[str], known_flags: Sequence[str]) -> tuple[di
 
 
 def _alias_notes(args: Sequence[str]) -> list[str]:
-    names = dict.fromkeys(arg.partition("=")[0] for arg in args)  # Each name occurs once, in the order of the words.
+    names = dict.fromkeys(arg.partition("=")[0] for arg in args)  # dict.fromkeys drops repeated names.
     flag_of = {alias: flag_name(key) for key, f in config_fields().items() for alias in f.metadata["aliases"]}
     return [f"{name} is read as {flag_of[name]}" for name in names if name in flag_of]
 
@@ -304,7 +304,7 @@ def merge_checkpoint(
         for key in ("checkpoint.finetune", "checkpoint.no_load_optim", "optimizer.override_opt_param_scheduler")
     )
     values = _continued_values(arguments, old, keeps_schedule) if continues else dict(arguments.values)
-    # Checkpoints of older versions lack newer keys.
+    # A checkpoint of an older version lacks the keys of newer flags.
     saved_values = {key: old.get(key, config_fields()[key].default) for key in CHECKPOINT_KEYS}
     shape = {key: value for key, value in saved_values.items() if value is not None}
     if "model.ffn_hidden_size" in given_flags:

@@ -9,7 +9,7 @@ microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience
     refused      the flag is an error, because the run cannot do what it asks for; its text names the way out
 
 Flags that select a different model than GPT-2 are refused (`--num-experts`, `--multi-latent-attention`, …). Flags that
-have no effect without one of these are ignored.
+have no effect without such a refused flag are ignored.
 """
 
 import collections
@@ -192,7 +192,7 @@ def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
     return int(start) + 1, int(end)
 
 
-GPU_FP16 = "fp16-on-gpu"  # --fp16 of a published command means `auto` on a CPU, because few CPUs compute in fp16.
+GPU_FP16 = "fp16-on-gpu"  # fp16 on a GPU. On a CPU this means `auto`, because few CPUs compute in fp16.
 NO_STAGE_3 = (
     "every data-parallel rank keeps all weights; stage 2 gives the same losses and shards optimizer and gradients, "
     "--tensor-model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
@@ -203,9 +203,8 @@ CONVERT = f"{how_to_call('checkpoint')} convert"
 ONE_IMPLEMENTATION = "there is one implementation, with the same results"
 NOT_IMPLEMENTED = "not implemented here; leave it out"
 ADAMW = "the optimizer is AdamW"
-# {value of a flag that only Megatron has: what to give instead}
 GPT2_FILES = "give --vocab-file vocab.json and --merge-file merges.txt"
-OTHER_VALUES = {
+OTHER_VALUES = {  # {value of a flag that only Megatron supports: the flags to give instead}
     "HuggingFaceTokenizer": f"{GPT2_FILES} of the tokenizer's folder",
     "TikTokenizer": f"{GPT2_FILES} of GPT-2, which tiktoken reads here",
     "NullTokenizer": f"{GPT2_FILES}, or --tokenizer-model, of the tokenizer that made the .bin files",
@@ -666,7 +665,7 @@ DEEPSPEED_RULES = by_name(
         "not implemented; take it out",
     ),
 )
-# The keys whose default is true in DeepSpeed. For these keys `false` is not skipped.
+# In DeepSpeed these keys are true by default, so `false` in a file must not be skipped.
 DEFAULT_TRUE_KEYS = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
 
 
@@ -688,11 +687,11 @@ class Applied(NamedTuple):
 def apply_rules(
     rules: Mapping[str, CompatRule], read: Mapping[str, Any], given: Mapping[str, Any], *, given_wins: bool = False
 ) -> Applied:
-    """Apply `rules` to `read`, {name: value}. Each name must have a rule. Names with the same text share a line.
+    """Apply `rules` to `read`, {name: value}. Each name must have a rule. Rules with the same text share a line.
 
     given: {"section.field": value} of the project's own flags.
-    given_wins: whether `given` wins if a rule has a different value for a field. If not, the difference is an
-        error.
+    given_wins: whether `given` wins if a rule has a different value for a field. If False, the difference
+        is an error.
     """
     applied = Applied({}, {}, [], [])
     names_by_text, refusals = (
@@ -743,7 +742,7 @@ def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
             content = json.load(file)
         require(isinstance(content, dict), "it is not a JSON object")
         if content.get("zero_optimization") is True:
-            content["zero_optimization"] = {"stage": 1}  # Files of early 2020 have this form.
+            content["zero_optimization"] = {"stage": 1}  # DeepSpeed's files of early 2020 have `true`.
         read = dict(_flatten_keys(content))
         unknown = sorted(key for key in read if find_rule(DEEPSPEED_RULES, key) is None)
         known = {key: value for key, value in read.items() if key not in unknown}

@@ -48,7 +48,7 @@ def _finite_float(text: str) -> float:
     return value
 
 
-_integer.__name__, _finite_float.__name__ = "int", "float"  # The error messages of argparse have these names.
+_integer.__name__, _finite_float.__name__ = "int", "float"  # argparse prints these names in its errors.
 
 # {type of a field: keyword arguments for `add_argument`}
 ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
@@ -56,7 +56,7 @@ ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
     int: {"type": _integer, "metavar": "N"},
     float: {"type": _finite_float, "metavar": "X"},
     str: {"metavar": "TEXT"},
-    tuple[int, ...]: {"nargs": "*", "type": _integer},  # --profile may have no value, as in today's Megatron.
+    tuple[int, ...]: {"nargs": "*", "type": _integer},  # In today's Megatron --profile takes no value.
     tuple[str, ...]: {"nargs": "+"},
 }
 ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, float, str)}
@@ -113,12 +113,12 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
 def help_of_field(f: dataclasses.Field[Any]) -> str:
     """Return the help text of a flag with its default."""
     default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-    has_none = default is None or default is False or default == ""  # A default of 0 is shown.
+    has_none = default is None or default is False or default == ""  # `--help` shows a default of 0.
     return f.metadata["help"] + ("" if has_none else f" (default: {default})")
 
 
 def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
-    """Parse the flags of `LaunchConfig`. Return the flags and the remaining words.
+    """Parse the flags of `LaunchConfig`. Return the flags and the other words of `argv`.
 
     The flags of `LaunchConfig` are parsed first, because they decide which rank reports a bad flag."""
     names = {flag_name(f.name) for f in dataclasses.fields(LaunchConfig)}

@@ -16,7 +16,7 @@ from megatron.gpt2.config.sections import Config, non_default_values
 
 CONFIG_FILE = "config.json"
 RUN_SETTINGS_VERSION = 1
-SHAPES = {  # number of layers, hidden size, number of heads
+SHAPES = {  # {preset: (number of layers, hidden size, number of heads)}
     "117m": (12, 768, 12),
     "345m": (24, 1024, 16),
     "774m": (36, 1280, 20),
@@ -25,10 +25,10 @@ SHAPES = {  # number of layers, hidden size, number of heads
     "4.2b": (64, 2304, 24),
     "8.3b": (72, 3072, 32),
 }
-# If the command line has one of these flags, the quickstart does not apply.
+# If the command line has one of these flags, the preset `quickstart` is not used.
 SHAPE_KEYS = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 
-# The values of the 345M example that are not the defaults of the fields
+# The flags of Megatron's 345M example whose values differ from the defaults here
 PUBLISHED: dict[str, Any] = {
     "model.max_position_embeddings": 1024,
     "data.seq_length": 1024,
@@ -71,10 +71,10 @@ PRESETS["quickstart"] = {
     "train.eval_iters": 25,
     "train.log_interval": 20,
 }
-# The values of the quickstart that differ with AdamW
+# With AdamW instead of Muon, the quickstart uses these values.
 ADAM_QUICKSTART: dict[str, Any] = {"optimizer.optimizer": "adam", "optimizer.lr": 8e-4, "optimizer.min_lr": 4e-5}
 
-DEFAULT_TRAIN_ITERS = 1_000_000  # the length of a run without --model, the default of Megatron's release of 2019
+DEFAULT_TRAIN_ITERS = 1_000_000  # the number of steps without --model, as in Megatron's release of 2019
 
 
 def write_config(folder: Path, config: Config, metadata: dict[str, Any], *, continues: bool) -> None:
@@ -85,7 +85,7 @@ def write_config(folder: Path, config: Config, metadata: dict[str, Any], *, cont
         the old file, with which the run began."""
     sections = config.as_dict()
     if continues:
-        # A damaged file is replaced without an error, because a run does not need it.
+        # A damaged config.json is replaced without an error, because a run does not need the old file.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             before = read_json_object(folder / CONFIG_FILE, MAX_CONFIG_BYTES)["config"]["checkpoint"]
             sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
@@ -97,7 +97,8 @@ def read_config(path: str) -> dict[str, Any]:
     """Return {"section.field": value} of the config.json at `path`, without default values. Raises ValueError or
     FileNotFoundError in one line if `path` is not such a file.
 
-    The result has the global batch size, which is right for any number of ranks."""
+    The result has the global batch size instead of --gradient-accumulation-steps, whose value depends on the number of
+    ranks."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
         version = settings.get("version", RUN_SETTINGS_VERSION)
@@ -117,7 +118,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: {one_line(error)}") from None
     values = non_default_values(config) | {"train.global_batch_size": batch}
     values.pop("train.gradient_accumulation_steps", None)
-    values.pop("model.vocab_size", None)  # The run reads it from the tokenizer.
+    values.pop("model.vocab_size", None)  # The vocabulary size is read from the tokenizer.
     if config.checkpoint.load == config.checkpoint.save:
-        values.pop("checkpoint.load", None)  # With a different --save, this --load would be wrong.
+        values.pop("checkpoint.load", None)  # The new run may save into a different folder.
     return values

@@ -500,7 +500,7 @@ class TrainConfig(ConfigSection):
         iteration: int = 0,
         consumed_samples: int = 0,
     ) -> int:
-        """Return the number of iterations after which the shortest length that the flags give is reached.
+        """Return the number of iterations. If several flags give a length, the shortest length counts.
 
         iteration: the iteration at which the run continues.
         consumed_samples: the samples that the run has read before, possibly in batches of another size.
@@ -866,7 +866,7 @@ def config_fields() -> dict[str, dataclasses.Field[Any]]:
     return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 
 
-# {name in files of earlier versions: today's name, or None if the field no longer exists}
+# {name in files of earlier versions: its new name, or None if the name no longer exists}
 NEW_NAMES: dict[str, str | None] = {
     "DDP_impl": None,
     "facts": "metadata",

@@ -60,6 +60,6 @@ def sum_losses(losses: Tensor, step: float = 2.0**-32) -> Tensor:
     """Round each loss to a multiple of `step` and return their sum, a float64 scalar.
 
     float64 represents all multiples of a power of two `step` below 2^53 · step. Sums are therefore exact and do not
-    depend on the order of micro-batches and ranks. The default is for losses in nats per token.
+    depend on the order of micro-batches and ranks. The default `step` is for losses in nats per token.
     """
     return (losses.double() / step).round().sum() * step

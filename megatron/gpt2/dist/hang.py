@@ -44,11 +44,11 @@ from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog
 SOURCE_FOLDERS = ("mpu/", "data_utils/", "megatron/")
 # These calls wait for other ranks, or for a device whose kernels wait for other ranks.
 WAITING_CALL = re.compile(r"\.(wait|synchronize|item|tolist)\(")
-# gloo writes "Timed out waiting 6000ms" or "Application timeout caused".
+# gloo's errors contain "Timed out waiting 6000ms" or "Application timeout caused".
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-PEER_FAILURE_SECONDS = 0.5  # Within this time, the connections of other ranks to a rank that has timed out fail.
+PEER_FAILURE_SECONDS = 0.5  # After a rank has timed out, its connections to other ranks fail within this time.
 
-Frames = Sequence[tuple[FrameType, int]]  # stack frames with their line numbers, the innermost one last
+Frames = Sequence[tuple[FrameType, int]]  # pairs of stack frame and line number, the innermost frame last
 
 
 class RankLocation(NamedTuple):
@@ -64,9 +64,9 @@ class RankLocation(NamedTuple):
 
 
 def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLocation, list[str]]:
-    """Return the location of a thread with these frames, and its whole stack as lines.
+    """Return the location of the thread whose stack is `frames`, and this stack as lines.
 
-    has_failed: whether the thread has failed in a collective, which autograd may hide from the frames.
+    has_failed: whether a collective has failed in the thread. If autograd called it, `frames` may not show it.
     """
     stack, calls, waits = list[str](), list[tuple[str, str]](), ""
     for frame, line in frames:
@@ -80,7 +80,7 @@ def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLoca
             if function != "wrapper" and function[0] != "_":
                 waits = function
         elif "torch/" not in file:
-            waits = ""  # The program waits inside another library.
+            waits = ""  # This function belongs to neither torch nor this project.
     waits = waits or "a collective" * has_failed
     if waits:
         return RankLocation(True, f"{waits} ({', called at '.join(name for name, _ in calls[:-3:-1])})"), stack
@@ -119,11 +119,11 @@ class HangDetector(Hook):
         self._heartbeat.on_beat = self._check
 
     def on_step_begin(self, trainer: Any) -> None:
-        """Begin to measure the time of a step."""
+        """Store the start time of the step."""
         self._step_started = time.monotonic()
 
     def on_step_end(self, trainer: Any) -> None:
-        """End the measurement, because the time between steps is not limited."""
+        """Forget the start time of the step, because the time between two steps is not limited."""
         self._step_started = float("inf")
 
     def handle_error(self, trainer: Any, error: BaseException) -> bool:
@@ -145,7 +145,7 @@ class HangDetector(Hook):
                 time.sleep(POLL_INTERVAL)
             self._publish_location(frames, has_failed=True)
             lost = self._report()
-        except dist.DistError:  # The store no longer exists.
+        except dist.DistError:  # The server of the store has ended.
             return False
         self._rank_info.leave(len(lost))
         return True
@@ -154,7 +154,7 @@ class HangDetector(Hook):
         self._store.compare_set("hang", "", f"{self._rank_info.rank}")
 
     def _check(self, store: Store) -> None:
-        """Check whether a rank has reported a hang. The thread of the heartbeat calls this method."""
+        """Check in the store whether a rank hangs. The thread of the heartbeat calls this method."""
         if self._watches_steps and time.monotonic() - self._step_started > self._seconds:
             self._publish_hang()
         if store.check(["hang"]) and self._publish_location(frames_of_main_thread()):
@@ -173,7 +173,7 @@ class HangDetector(Hook):
         """Report the hang and end the process, whose main thread hangs."""
         self._report()
         time.sleep(LOST_TIMEOUT)
-        if not self._main_thread_exits:  # Otherwise the main thread may still finish a checkpoint.
+        if not self._main_thread_exits:  # A main thread that exits by itself may still finish a checkpoint.
             os._exit(1)
 
     def _report(self) -> LostRanks:
@@ -239,7 +239,7 @@ def describe_hang(
         wait = f"{format_ranks(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
         missing += f", where {wait}" if at == where else f", {wait} in {at}"
     reasons = [describe_lost(lost, hosts)] if lost else []
-    if lost and not elsewhere:  # Begin with the words of `report_lost_ranks`, which reports the same failure.
+    if lost and not elsewhere:  # `report_lost_ranks` describes a lost rank with the same words.
         return f"{reasons[0]} and {missing}"
     reasons += [f"{format_ranks([rank], {})} is at {locations[rank].text}" for rank in elsewhere]
     return f"{format_ranks(absent, hosts)} {missing}: {', '.join(reasons)}"

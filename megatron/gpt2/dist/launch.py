@@ -28,19 +28,19 @@ from megatron.gpt2.dist.ranks import RankInfo
 
 Environment = Mapping[str, str]
 
-# The step ids of Slurm's special steps (interactive, batch, extern …) count down from here. Those of `srun` count up
-# from 0.
+# Slurm numbers the steps of `srun` from 0 upwards, and its special steps (interactive, batch, extern …) from this
+# number downwards.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# The open files of a process, and the additional connections for each rank: gloo connects two ranks once per group.
+# A process opens at most 128 files, and at most 8 connections to each other rank: one in each group that gloo connects.
 OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8
-DEFAULT_PORT = "29500"  # as in torchrun
-# Variables of torchrun, Open MPI, and PMI (MPICH, Intel MPI …): rank, world size, local rank, local world size
+DEFAULT_PORT = "29500"  # torchrun's default port
+# Variables for rank, world size, local rank and local world size of torchrun, Open MPI, and PMI (MPICH, Intel MPI …).
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Variables with the id of a job, which is equal on all ranks
+# Each of these variables has the id of a job, which is equal on all ranks.
 JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
 # {variable with the id of an allocation: program that starts ranks in the allocation}
 ALLOCATIONS = {"SLURM_JOB_ID": "srun", "PBS_JOBID": "mpirun", "LSB_JOBID": "mpirun"}
@@ -52,20 +52,20 @@ class Launch:
 
     rank: int = 0
     world_size: int = 1
-    # local rank and local world size, or None if they are unknown before the rendezvous
+    # (local rank, local world size), or None if only the rendezvous can find them
     local: tuple[int, int] | None = None
-    init_method: str = ""  # the rendezvous address, as for --init-method
-    use_agent_store: bool = False  # The launcher, and not rank 0, serves the store.
-    host: str = ""  # this machine's name
+    init_method: str = ""  # The address of the rendezvous, as in --init-method.
+    use_agent_store: bool = False  # The launcher serves the store instead of rank 0.
+    host: str = ""  # The name of this machine.
     timeout: float = LaunchConfig.init_timeout
-    ranks_to_start: int = 0  # number of ranks that this process starts; the first one is `rank`
+    ranks_to_start: int = 0  # The number of ranks that this process starts. The first one is `rank`.
     max_restarts: int = 0
-    elastic: bool = False  # The run trains with the ranks that join.
-    restart_count: int = 0  # number of times that the launcher has restarted the ranks
-    notice: str = ""  # a line to show to the user
+    elastic: bool = False  # The run may start with fewer ranks (--elastic).
+    restart_count: int = 0  # The number of times that the launcher has restarted the ranks.
+    notice: str = ""  # A line that the program prints for the user.
 
     def __post_init__(self) -> None:
-        self.rank_info()  # `rank_info` raises ValueError if the numbers contradict each other.
+        self.rank_info()  # `rank_info` raises ValueError if rank and world size contradict each other.
 
     def rank_info(self) -> RankInfo:
         """Return rank and world size. If the local rank is unknown, the process counts as the only one on its
@@ -228,7 +228,7 @@ def _check_init_method(launch: Launch) -> None:
     try:
         address = urlsplit(launch.init_method)
         is_tcp = address.scheme == "tcp" and address.hostname and address.port
-    except ValueError:  # The port is not a number, or a bracket is missing.
+    except ValueError:  # For example, the port is not a number.
         is_tcp = False
     require(
         bool(is_tcp) or launch.init_method.startswith("file:///"),
@@ -251,5 +251,5 @@ def _first_slurm_host(environ: Environment) -> str:
     rack1n01. Slurm's own tool for such lists, scontrol, may not be installed."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     text = next((environ[name] for name in names if environ.get(name)), "")
-    first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # The text up to the first comma outside brackets
+    first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # the text before the first comma outside brackets
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)

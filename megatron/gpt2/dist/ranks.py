@@ -25,12 +25,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from data_utils.command_line import require
 from megatron.gpt2.monitor.incidents import IncidentLog
 
-POLL_INTERVAL = 0.05  # seconds between two reads of the store
-HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats
-# A rank is lost if it has sent no heartbeat for this number of seconds: after a collective has failed, and in any case.
+POLL_INTERVAL = 0.05  # Seconds between two reads of the store.
+HEARTBEAT_INTERVAL = 1.0  # Seconds between two heartbeats of a rank.
+# A rank is lost if it has sent no heartbeat for SILENCE_TIMEOUT seconds, or, after a collective has failed, for
+# LOST_TIMEOUT seconds.
 LOST_TIMEOUT = 3.0
 SILENCE_TIMEOUT = 20.0
-LEAVE_TIMEOUT = 5.0  # the seconds that the server of the store waits for other ranks at the end
+LEAVE_TIMEOUT = 5.0  # The server of the store waits at most this number of seconds for other ranks.
 LEFT = b"left"
 
 T = TypeVar("T")
@@ -45,12 +46,13 @@ class MissingRanksError(ValueError):
     exit_code: the exit code of the process. The program sets 1 with --elastic, so that launchers try again.
     """
 
-    cause = "missing ranks"  # the name of this error in the incident log
+    cause = "missing ranks"  # The incident log names the error so.
     exit_code = 2
 
 
 class LostRanksError(MissingRanksError):
-    """Raised if ranks have joined and then left before training. The exit code is that of a rank lost later."""
+    """Raised if ranks have joined and then left before training. The exit code is that of a run that loses a rank
+    during training."""
 
     exit_code = 1
 
@@ -102,14 +104,14 @@ class Heartbeat(threading.Thread):
     def __init__(self, store: Store, rank: int, hosts: Mapping[int, str], *, is_first_on_node: bool) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.store, self.reads_all = store, False
-        self.published_lost: LostRanks | None = None  # the lost ranks that the first rank to notice wrote to the store
-        # This thread calls `on_beat` after each heartbeat.
+        self.published_lost: LostRanks | None = None  # The lost ranks that a rank has written to the store.
+        # The thread calls `on_beat` with the store after each heartbeat.
         self.on_beat: Callable[[Store], None] = lambda store: None
         self._hosts, self._key, self._is_first, self._beats = hosts, f"beat/{rank}", is_first_on_node, 0
         # {rank: (its last heartbeat, the time at which it was first read)}
         self._last_beats: dict[int, tuple[bytes, float]] = {}
-        self._last_read = -math.inf  # the time of the last read
-        self._waiting_since = math.inf  # the start of a request to the store that has no answer yet
+        self._last_read = -math.inf  # The time at which heartbeats were last read.
+        self._waiting_since = math.inf  # The start of the request to the store that has no answer yet.
         self._stopped = threading.Event()
         self.start()
 
@@ -120,7 +122,7 @@ class Heartbeat(threading.Thread):
                 self.beat()
             self.store.set(self._key, LEFT.decode())
         except dist.DistError:
-            pass  # The store no longer exists. `lost_ranks` then returns rank 0.
+            pass  # The server of the store has ended, so `lost_ranks` returns rank 0.
 
     def beat(self) -> None:
         """Write this rank's heartbeat and read the heartbeats of other ranks."""
@@ -143,8 +145,8 @@ class Heartbeat(threading.Thread):
         self.on_beat(self.store)
 
     def lost_ranks(self, seconds: float) -> LostRanks:
-        """Return the ranks that have left or sent no heartbeat for `seconds`. Only the ranks count whose heartbeats
-        this rank reads. If the store does not answer, the lost rank is rank 0, on whose machine the store is."""
+        """Return the ranks that have left or sent no heartbeat for `seconds`, except ranks whose heartbeats this rank
+        does not read. If the store does not answer, return rank 0, on whose machine the store is."""
         now = time.monotonic()
         if not self.store_answers(seconds):
             return {0: now - self._waiting_since}
@@ -162,8 +164,8 @@ class Heartbeat(threading.Thread):
         ranks. Otherwise they would also report ranks that exit because of a lost rank.
         """
         self.reads_all = True
-        # Wait until a rank that has just died has been silent for LOST_TIMEOUT. If a rank has been silent for longer,
-        # this rank is the cause, and the wait ends.
+        # Wait until a rank that has just died has been silent for LOST_TIMEOUT seconds. The wait ends earlier if a rank
+        # has been silent for longer, because this rank is then the cause.
         end = time.monotonic() + LOST_TIMEOUT + HEARTBEAT_INTERVAL
         while (
             time.monotonic() < end
@@ -197,10 +199,10 @@ class Rendezvous:
     """The store, hosts and heartbeats that all ranks share."""
 
     store: Store
-    server: Store | None  # the server of the store, if this process runs it
-    hosts: dict[int, str]  # the host name of each rank
+    server: Store | None  # The server of the store, or None if a different process serves the store.
+    hosts: dict[int, str]  # {rank: host name}
     heartbeat: Heartbeat
-    addresses: Mapping[int, str] = field(default_factory=dict)  # the address of each rank, towards rank 0
+    addresses: Mapping[int, str] = field(default_factory=dict)  # {rank: the address from which it reaches rank 0}
 
     def gather(self, name: str, rank: int, value: str) -> list[str]:
         """Gather the `value` of each rank, and return the values in the order of ranks. Each `name` can be used once.
@@ -264,7 +266,7 @@ class RankInfo:
         if rendezvous is None or rendezvous.heartbeat.is_stopped:
             return
         rendezvous.heartbeat.stop()
-        if not rendezvous.heartbeat.is_alive():  # Otherwise the store does not answer.
+        if not rendezvous.heartbeat.is_alive():  # The thread hangs if the store does not answer.
             with contextlib.suppress(dist.DistError):
                 stand_by = int(rendezvous.store.add("standing by", 0))
                 wait_for_others(rendezvous.store, "left", self.world_size - gone + stand_by if rendezvous.server else 0)

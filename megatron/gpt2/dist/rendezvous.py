@@ -56,10 +56,10 @@ from megatron.gpt2.dist.ranks import (
 CONTINUE_HINT = "the run ends here; the same command continues from the last checkpoint"
 OPEN_PORTS = "open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 ALL_JOINED = "all ranks have joined"
-LINK_TIMEOUT = 8.0  # seconds for the test of the connections between machines
-SIOCGIFADDR = 0x8915  # Linux's ioctl request for the IPv4 address of an interface
+LINK_TIMEOUT = 8.0  # The test of the connections between machines takes at most this number of seconds.
+SIOCGIFADDR = 0x8915  # Linux's ioctl request for the IPv4 address of an interface.
 
-UsableRanks = Callable[[int], int]  # (number of ranks that have joined) -> number of ranks that the run can use
+UsableRanks = Callable[[int], int]  # {number of ranks that have joined: number of ranks that the run can use}
 
 
 class StandbyExit(Exception):
@@ -130,7 +130,7 @@ def start_store_server(host: str, port: int) -> TCPStore:
         families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     both = socket.AF_INET6 in families and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    try:  # Python's error is one line.
+    try:  # torch's error for a port in use would be many lines.
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
     except OSError as error:
         raise ValueError(
@@ -166,7 +166,7 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
     """
     if launch.world_size == 1:
         return launch.rank_info()
-    # torchrun's store still has the keys of earlier starts of the ranks.
+    # If torchrun restarts the ranks, its store still has the keys of the earlier start.
     prefix = f"megatron/{launch.restart_count}" if launch.use_agent_store else "megatron"
     with open_store(launch, is_server=launch.rank == 0 and not launch.use_agent_store) as (tcp, server):
         store, address = PrefixStore(prefix, tcp), address_towards(tcp.host)
@@ -251,7 +251,7 @@ def stand_by(store: Store, launch: Launch) -> int:
             time.sleep(HEARTBEAT_INTERVAL)
         store.add("left", 1)
         return int(store.get("over"))
-    except dist.DistError:  # Rank 0 is lost. Give a launcher time to restart all ranks.
+    except dist.DistError:  # Rank 0 is lost. A launcher may restart all ranks during this sleep.
         time.sleep(LOST_TIMEOUT + HEARTBEAT_INTERVAL)
         return 1
 
@@ -274,10 +274,10 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
             f"{', '.join(interfaces)}: correct the variable or unset it",
         )
         return
-    if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # This is rank 0's machine.
+    if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # Rank 0 is on this machine.
         own = next(filter(None, map(address_towards, elsewhere)), "")
     if elsewhere:
-        address = own.partition("%")[0]  # The scope of an IPv6 address is removed.
+        address = own.partition("%")[0]  # Remove the scope of an IPv6 address, such as %eth0.
         name = next((name for name in interfaces if address in addresses_of(name)), "")
     else:  # Use the loopback interface, because in many containers gloo cannot look up the host name.
         name = next((name for name in interfaces if name in ("lo", "lo0")), "")
@@ -347,7 +347,7 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
 
 
 def node_line(devices: Mapping[int, str], world_size: int) -> str:
-    """Return the line about the ranks of a machine: "ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
+    """Describe the ranks of a machine: "ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
 
     devices: {rank: "device\tkind"} of the ranks of the machine.
     """
@@ -401,7 +401,7 @@ def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
     heartbeat = rank_info.rendezvous.heartbeat
     while not heartbeat.is_stopped:
         time.sleep(HEARTBEAT_INTERVAL)
-        has_group = dist.is_initialized()  # Before the group exists, a rank that has left is lost, too.
+        has_group = dist.is_initialized()  # A rank that leaves before the group exists is lost, too.
         silences = heartbeat.lost_ranks(SILENCE_TIMEOUT).values()
         if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in silences):
             continue
@@ -414,7 +414,7 @@ def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
 
 
 def close_connections(store_port: int) -> None:
-    """Shut down the TCP connections of this process, except those to the store."""
+    """Shut down the TCP connections of this process, except its connections to the store."""
     for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):  # The file is not a connection.
             connection = socket.socket(fileno=descriptor)

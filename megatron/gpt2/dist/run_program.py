@@ -68,10 +68,10 @@ BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
 NO_RESTART = (BAD_INPUT, INTERRUPTED)  # After these exit codes, ranks are not restarted.
 CRASH_LOOP_FAILURES = 3  # After this number of failures at the same iteration, ranks are not restarted.
-EXIT_TIMEOUT = 6.0  # the seconds that other ranks have to name a failed rank, or to save
+EXIT_TIMEOUT = 6.0  # After a rank has failed, the other ranks have this number of seconds to name it and to save.
 STOP_TIMEOUT = 2.0  # A launcher that does not run its signal handler ends after this number of seconds.
-SAVE_TIMEOUT = 600  # the seconds that the ranks have to finish their step and save when a machine joins
-RESTART_SIGNAL = signal.SIGUSR2  # asks the ranks to finish their step and save
+SAVE_TIMEOUT = 600  # When a machine joins, the ranks have this number of seconds to finish their step and save.
+RESTART_SIGNAL = signal.SIGUSR2  # This signal asks the ranks to finish their step and save.
 # The launcher forwards these signals to its ranks, except SIGINT (Ctrl-C), which the terminal sends to the ranks.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 # Other launchers kill all ranks when the first rank exits. So that the other ranks can find the same error, a rank that
@@ -79,7 +79,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 # seconds.
 LAUNCHER_GRACE = 2.0
 SILENT_GRACE = 10.0
-FIRST_GRACE = 0.5  # the seconds that the first rank of a machine has to print an error before other ranks print it
+FIRST_GRACE = 0.5  # Other ranks print an error if the first rank of the machine has not printed it after this time.
 
 
 def run_program(program: Program, argv: Sequence[str] | None) -> int:
@@ -93,7 +93,7 @@ def run_program(program: Program, argv: Sequence[str] | None) -> int:
     """
     try:
         return _run(program, sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # Ctrl-C may also be pressed during the shutdown.
+    except KeyboardInterrupt:  # Ctrl-C was pressed during the shutdown.
         return INTERRUPTED
 
 
@@ -145,7 +145,7 @@ def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
         if prints:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(LAUNCHER_GRACE)
-        else:  # Leave before the rank that prints, because rank 0 may serve the store.
+        else:  # The rank that prints leaves last, because it may serve the store.
             exit_on_sigterm(code)
             rank_info.leave()
             time.sleep(SILENT_GRACE)
@@ -165,7 +165,7 @@ def _is_first_error(rank_info: RankInfo) -> bool:
         while time.monotonic() < end and not store.check([key]):
             time.sleep(POLL_INTERVAL)
         return bool(store.add(key, 1) == 1)
-    except (dist.DistError, MissingRanksError):  # The store no longer exists.
+    except (dist.DistError, MissingRanksError):  # The server of the store has ended.
         return rank_info.local_rank == 0
 
 
@@ -194,7 +194,7 @@ def start_ranks(
     launch: the launch of the first of these ranks.
     save_folder: the --save folder of a training program, otherwise None.
     """
-    logging.disable(logging.CRITICAL)  # torch prints no tracebacks for a killed rank.
+    logging.disable(logging.CRITICAL)  # Suppress torch's tracebacks about a killed rank.
     # All rounds use one store. torch's own store may move to a different machine in each round.
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     with_address = replace(launch, init_method=launch.init_method or "tcp://127.0.0.1:0")
@@ -207,7 +207,7 @@ def start_ranks(
         except RendezvousError:
             print_status("the machine of rank 0, which serves the rendezvous, does not answer")
             agent.code = 1
-        except SystemExit:  # The program was asked to stop between two rounds.
+        except SystemExit:  # A signal stopped the launcher between two rounds.
             pass
         finally:
             logging.disable(logging.NOTSET)
@@ -223,7 +223,7 @@ def start_ranks(
 class NodeRendezvous(DynamicRendezvousHandler):
     """torch's rendezvous of the agents. Each machine (node) has one agent."""
 
-    use_agent_store = True  # The ranks use the store of the agents, too.
+    use_agent_store = True  # torch tells the ranks to use the agents' store for their rendezvous.
 
     _waiting = 0
 
@@ -254,7 +254,7 @@ class NodeAgent(LocalElasticAgent):
         self.launch, self.save_folder, self.code = launch, save_folder, 0
         self._attempt, self._restarts, self._failed_iterations = -1, 0, list[int]()
         self._stop_requested, self._store_address = False, (store.host, store.port)
-        self._failed: int | None = None  # the local rank that failed first in this round
+        self._failed: int | None = None  # The local rank that failed first in this round.
         machines = NodeRendezvous.from_backend(
             "ranks",
             store,
@@ -376,7 +376,7 @@ class NodeAgent(LocalElasticAgent):
         if self._stop_requested or self._restarts == limit:
             if limit and not self._stop_requested:
                 print_status(f"{why}; no restart is left (--max-restarts {limit})")
-            elif code < 0:  # Otherwise the rank has printed the reason.
+            elif code < 0:  # A rank that a signal has killed cannot print the reason.
                 print_status(why)
             return False
         where = ""
@@ -421,13 +421,13 @@ def _end_after_launcher() -> None:
 
 
 def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None:
-    signal.set_wakeup_fd(-1)  # A forked rank has inherited the descriptor of the launcher.
+    signal.set_wakeup_fd(-1)  # A forked rank must not write signals to the launcher's socket.
     threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
     logging.disable(logging.NOTSET)
-    if os.environ["RANK"] == "0":  # Rank 0 may read prompts, but multiprocessing has replaced standard input.
+    if os.environ["RANK"] == "0":  # multiprocessing has replaced standard input, from which rank 0 may read prompts.
         sys.stdin = os.fdopen(0, closefd=False)
     try:
         code = program(argv)

@@ -26,14 +26,14 @@ FOLDER_LOST = "another run in the --save folder"
 # If ranks have different reasons to stop, the last one in this list is used.
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGHUP", "SIGTERM", "Ctrl-C", FOLDER_LOST)
 _REASON_OF = {
-    signal.SIGUSR2: MORE_RANKS,  # sent by the launcher when a machine joins
+    signal.SIGUSR2: MORE_RANKS,  # The launcher sends SIGUSR2 when a machine joins.
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGHUP: "SIGHUP",
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "Ctrl-C",
 }
-# {signal: seconds within which its repetition is ignored}. Slurm sends SIGTERM to the launcher and to the ranks, and
-# the launcher forwards SIGTERM to the ranks. A repeated Ctrl-C always counts, because a user presses the keys on
+# {signal: seconds within which a second such signal is ignored}. Slurm sends SIGTERM to the launcher and to the ranks,
+# and the launcher forwards SIGTERM to the ranks. A second Ctrl-C always counts, because a user presses the keys on
 # purpose.
 REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGHUP: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
@@ -58,7 +58,7 @@ class SignalThread:
             for number in numbers
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup sets SIG_IGN.
         }
-        # Python's C-level handler writes the signal number to this socket at once.
+        # Python's C-level handler immediately writes the number of each signal to this socket.
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._run, args=(in_thread,), name="signals", daemon=True)
         self._thread.start()
@@ -103,7 +103,7 @@ class StopSignal:
             self._group, self._rank = dist.new_group(backend="gloo", timeout=timeout), dist.get_rank()
         self._shared = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
-        self._first: dict[int, float] = {}  # {signal: the time at which it was sent first}
+        self._first: dict[int, float] = {}  # {signal: the time of the first such signal}
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._signals = SignalThread(_REASON_OF, self._report, self._request)
 

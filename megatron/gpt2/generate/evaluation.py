@@ -29,8 +29,8 @@ from megatron.gpt2.monitor.log_lines import perplexity
 
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "HELLASWAG", "TEXT")
 DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}
-ENDINGS = 4  # endings of a question of HellaSwag
-OVERLAPPING_EVAL = 32  # Megatron has this default for its tasks.
+ENDINGS = 4  # The number of endings of a question of HellaSwag.
+OVERLAPPING_EVAL = 32  # Megatron's default of --overlapping-eval.
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 
 Metrics = dict[str, Any]  # {name: int or float}
@@ -38,7 +38,7 @@ Metrics = dict[str, Any]  # {name: int or float}
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """A file that was read for scoring.
+    """The content of a file, cut into the windows to score.
 
     settings: the options that decided the windows.
     words: the number of words of the original text, for the perplexity per word; None for other tasks.
@@ -56,12 +56,12 @@ class EvaluationTask:
 
     @property
     def targets(self) -> np.ndarray:
-        """All ids that are scored, int64."""
+        """The scored ids of all windows, int64."""
         return np.concatenate([window.ids[-window.num_targets :] for window in self.windows])
 
 
 def guess_task(path: str) -> str:
-    """Guess the task from the name of a file and its folder. An unknown name gives TEXT."""
+    """Guess the task from the name of a file and its folder. The default is TEXT."""
     name = "/".join(Path(path).parts[-2:]).lower()
     if is_json(path):
         return next((task for task in ("LAMBADA", "HELLASWAG") if task.lower() in name), "TEXT")
@@ -115,7 +115,7 @@ def read_task(
         )
     stride = overlapping_eval or (min(OVERLAPPING_EVAL, length) if name in DETOKENIZERS else length)
     settings = {"seq_length": length, "overlapping_eval": stride}
-    if name == "TEXT":  # A document begins after an end-of-document token, as in training.
+    if name == "TEXT":  # As in training, each document begins after an end-of-document token.
         windows = [
             window
             for text in texts
@@ -145,7 +145,7 @@ def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bo
         context, target = ids[:-1], ids[-1:]
     if len(target) > length:
         raise ValueError(f"{path}: a last word has {len(target)} tokens, more than a window of {length}")
-    # A passage without a context begins like a document.
+    # The context of a passage of one word is the end-of-document token, after which a document begins.
     context = context if len(context) else np.array([tokenizer.bos], dtype=np.int32)
     return Window(np.concatenate([context, target]), len(target))
 

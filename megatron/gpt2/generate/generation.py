@@ -44,11 +44,11 @@ class GenerationRequest:
         self.prompt_tokens: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
-        # `ContinuousBatch.add` sets the number and the context: the ids that the model has read or will read.
+        # `ContinuousBatch.add` sets `number` and `context`. The context has the ids that the model reads.
         self.number = -1
         self.context: list[int] = []
         self._text = TextStream(sampling.stop)
-        self._sampler: Sampler | None = None  # A sampler may need GPU memory, so it is made at the first token.
+        self._sampler: Sampler | None = None  # It may need GPU memory, so the first token makes it.
 
     def cancel(self) -> None:
         """End the continuation before its next token. Any thread may call this method."""
@@ -58,7 +58,7 @@ class GenerationRequest:
         """Draw the next token, or end the continuation.
 
         logits: [v].
-        total: their logsumexp.
+        total: logsumexp of the logits.
         """
         wanted = self.sampling.max_new_tokens
         if not wanted:
@@ -87,10 +87,10 @@ class GenerationRequest:
             likeliest = [(int(i), math.exp(value)) for i, value in zip(others[:middle], others[middle:], strict=True)]
             wanted = tuple(likeliest[: self.sampling.alternatives])
             self.prompt_tokens.append(GeneratedToken(self.number, token, math.exp(log_probability), "", wanted))
-        self.score_prompt = False  # If the context is read again, it is not scored again.
+        self.score_prompt = False  # The model may read the context again, but scores it once.
 
 
-Continuation = GenerationRequest  # the old name, until version 0.3
+Continuation = GenerationRequest  # the name of GenerationRequest before version 0.3
 
 
 class GeneratedToken(NamedTuple):
@@ -175,7 +175,7 @@ class ContinuousBatch:
         self._numbers = itertools.count()
         self._waiting: deque[GenerationRequest] = deque()
         self._size, self._notified = rows, False
-        self._rows: dict[int, GenerationRequest] = {}  # the continuations by their row in the cache
+        self._rows: dict[int, GenerationRequest] = {}  # {row of the cache: continuation in this row}
 
     def add(self, c: GenerationRequest) -> int:
         """Add a continuation, even while `events` runs. Return the number of the continuation (0, 1, 2, …), which its
@@ -267,7 +267,7 @@ class ContinuousBatch:
                     )
                 self._notified = True
                 del c.context[:-half]
-                if not self._generator.recompute:  # Read the shortened continuation before all waiting continuations.
+                if not self._generator.recompute:  # The next read is that of the shortened context.
                     self._waiting.appendleft(self._rows.pop(row))
             yield event
 
@@ -292,7 +292,7 @@ class TextStream:
         if ends:
             self.stopped = True
             return text[: min(ends)]
-        # The longest end of the text that is the beginning of a stop string is kept back.
+        # If the text ends with the beginning of a stop string, keep this end back.
         sizes = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
         certain = len(text) - (0 if last else max(sizes, default=0))
         self._kept_back = text[certain:]

@@ -23,8 +23,8 @@ from megatron.gpt2.device import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 M = TypeVar("M", bound=Callable[..., Any])
-ROWS = 1024  # rows of logits that are computed at a time: 200 MB in float32
-# The "end" command sends the index of the driver's error in this list. RuntimeError stands for every other class.
+ROWS = 1024  # The number of rows of logits that are computed at a time: 200 MB in float32.
+# With the command "end", the driver sends the index of its error in this list. RuntimeError stands for other classes.
 _ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)
 
 
@@ -91,22 +91,21 @@ class ModelRunner:
         """Send a command from the driver to all ranks. Every rank gets the driver's command as the result."""
         if self._group is None:
             return command
-        # There are two broadcasts, of the length and of JSON, because broadcast_object_list takes three to five times
-        # as long.
+        # Broadcast the length and then the JSON text, because broadcast_object_list takes three to five times as long.
         data = torch.frombuffer(bytearray(json.dumps(command, default=list).encode()), dtype=torch.uint8)
         size = self._broadcast_tensor(torch.tensor(data.numel()))
         data = self._broadcast_tensor(data if self.is_driver else torch.empty(int(size), dtype=torch.uint8))
         return tuple(json.loads(data.numpy().tobytes()))
 
     def _broadcast_tensor(self, numbers: Tensor) -> Tensor:
-        """Broadcast the driver's tensor. Return the tensor on the CPU."""
+        """Broadcast the driver's tensor `numbers`. Return it on the CPU."""
         numbers = numbers if dist.get_backend(self._group) == "gloo" else numbers.to(self.device)
         dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._group)
         return numbers.cpu()
 
     @torch.inference_mode()
     def _execute(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        # A compiled layer would be compiled again for every length.
+        # torch.compile would compile a layer again for every length.
         with torch.compiler.set_stance("force_eager") if self.model.is_compiled else contextlib.nullcontext():
             return method(self, *arguments)
 
@@ -154,7 +153,7 @@ class ModelRunner:
         if self.cache is not None:
             self.cache.set_prompts(rows)
         elif self.model.sequence_parallel:
-            # The length must be a multiple of the group size; the padding is at the end.
+            # Pad the contexts, because sequence parallelism needs a length that is a multiple of the group size.
             padded += -width % self.model.tp_size
         tokens = torch.tensor([[*context, *[0] * (padded - len(context))] for context in contexts]).to(self.device)
         hidden = self.model.hidden_states(tokens, cache=self.cache)  # [s, b, h]
@@ -165,8 +164,10 @@ class ModelRunner:
         return self._logits(hidden[lengths.to(self.device) - 1, range(len(contexts))]), scores
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Compute float32 logits [b, v] on every rank from hidden: [b, h] of the last tokens, on the last pipeline
-        stage."""
+        """Return the float32 logits [b, v] on every rank.
+
+        hidden: [b, h], the hidden states of the last tokens; only those of the last pipeline stage are used.
+        """
         logits = mpu.gather_from_model_parallel_region(self.model.logits_on_every_stage(hidden))
         return logits[:, : self.model.vocab_size].float()
 
@@ -184,7 +185,7 @@ def token_scores(
     counts: [b] on the CPU, the number of tokens to score at the end of each text; the first token has no score.
     """
     at, last = torch.arange(tokens.size(1) - 1), lengths.unsqueeze(1) - 1
-    # For each token to score: its row, and the position of the previous token.
+    # The row of each token to score, and the position of the token before it.
     rows, positions = ((at < last) & (at >= last - counts.unsqueeze(1))).nonzero().t().to(tokens.device)
     hidden, targets = hidden[positions, rows], tokens[rows, positions + 1]
     scores = hidden.new_empty(len(hidden), 2 + 2 * alternatives, dtype=torch.float64)

@@ -20,14 +20,14 @@ class SamplingParams:
     Raises ValueError, which names the flag, for an impossible value.
     """
 
-    repetition_penalty: float = 1.0  # above 1: tokens that the text already has become less likely
-    temperature: float = 1.0  # 0: the most likely token is always taken (greedy)
-    top_k: int = 0  # draw only from the k most likely tokens; 0: from all tokens
-    top_p: float = 0.0  # draw only from the fewest tokens whose probabilities sum to p; 0: from all tokens
+    repetition_penalty: float = 1.0  # Above 1, tokens that are already in the text become less likely.
+    temperature: float = 1.0  # With 0, each draw is the most likely token (greedy).
+    top_k: int = 0  # Draw only from the k most likely tokens, or with 0 from all tokens.
+    top_p: float = 0.0  # Draw only from the fewest tokens whose probabilities sum to p, or with 0 from all tokens.
     max_new_tokens: int = 200
-    stop: tuple[str, ...] = ()  # A continuation ends before the first stop text.
+    stop: tuple[str, ...] = ()  # Generation ends before the first of these texts.
     seed: int = 1234
-    alternatives: int = 0  # the number of most likely tokens to report with each drawn token
+    alternatives: int = 0  # The number of most likely tokens to report with each drawn token.
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -48,7 +48,7 @@ class SamplingParams:
         return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
 
 
-Sampling = SamplingParams  # the old name, until version 0.3
+Sampling = SamplingParams  # the name of SamplingParams before version 0.3
 
 
 class Sampler:
@@ -63,22 +63,22 @@ class Sampler:
             self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
 
     def draw(self, logits: Tensor, total: Tensor) -> tuple[int, float]:
-        """Draw a token id and return it with the model's probability.
+        """Draw a token. Return its id and the probability that the model gives to it.
 
         logits: [v] float32.
-        total: their logsumexp.
+        total: logsumexp of the logits.
         """
         filtered = filter_logits(logits, self.sampling, self._seen)
         if self.sampling.temperature > 0:
-            # The arg-max of ln p - ln E, with exponential E, is a draw from p. Inverse transform sampling would need a
-            # cumulative sum, whose rounding depends on the number of ranks and would change more draws.
+            # If E is exponentially distributed, the arg-max of ln p - ln E is a draw from p. Inverse transform sampling
+            # would need a cumulative sum, whose rounding depends on the number of ranks and would change more draws.
             noise = torch.empty(logits.shape).exponential_(generator=self._noise)
             filtered = filtered - noise.log_().to(logits.device)
         token = filtered.argmax().view(1)
         if self._seen is not None:
             self._seen.index_fill_(0, token, True)  # Indexing with a 0-dimensional tensor would wait for the device.
         drawn = logits.index_select(0, token) - total
-        # This line is the only wait for the device.
+        # Both numbers are copied at once, because each copy waits for the device.
         token_id, log_probability = torch.cat([token.double(), drawn.double()]).tolist()
         return int(token_id), math.exp(log_probability)
 
@@ -94,7 +94,7 @@ class Sampler:
 
 
 def filter_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Return the logits of the distribution to draw from, -inf for excluded tokens.
+    """Return the logits of the distribution to draw from. Tokens that cannot be drawn get -inf.
 
     seen: [v] bool, the tokens that the text already has, for the repetition penalty (arXiv:1909.05858).
     logits: [v] float32.

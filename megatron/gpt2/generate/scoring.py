@@ -19,8 +19,8 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 
 
 class Window(NamedTuple):
-    """The ids [n], int32, of a window. The last `num_targets` ids, fewer than n, are scored. The ids before these are
-    the context."""
+    """A part of a text: the model scores the last `num_targets` of `ids` [n], int32, after at least one id of
+    context."""
 
     ids: np.ndarray
     num_targets: int
@@ -79,6 +79,6 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
             )
     group = mpu.get_data_parallel_group()
     if group is not None and group.size() > 1:
-        dist.all_reduce(scores, group=group)  # Only one rank has a window's score; the others have 0.
+        dist.all_reduce(scores, group=group)  # A window has its score on one rank, and 0 on the others.
     nats, greedy = scores.cpu().numpy()
     return Scores(nats, greedy == 1)

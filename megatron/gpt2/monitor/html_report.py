@@ -17,8 +17,8 @@ from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, curve_points, loss_curves
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
-MOST_SAMPLES = 40  # The page shows at most this number of samples.
-MAX_NUMBER = 1e15  # A record with a larger number is damaged.
+MOST_SAMPLES = 40  # The page shows at most this number of text samples.
+MAX_NUMBER = 1e15  # A record of metrics.jsonl with a larger number is damaged.
 
 Records = list[dict[str, Any]]
 
@@ -70,7 +70,7 @@ def render_page(folder: Path) -> str:
 
 
 def _has_valid_numbers(record: Mapping[str, Any]) -> bool:
-    """Return whether a record of metrics has only numbers that can be plotted. A damaged record may have others."""
+    """Return whether all values of a record of metrics can be plotted. A damaged record may have a huge number."""
     return all(
         value is None or isinstance(value, int | float) and abs(value) < MAX_NUMBER
         for name, value in record.items()

@@ -28,7 +28,7 @@ FOLDER = "incidents"
 ENDED = "ended.json"
 FINISHED = "finished"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-# gloo raises a plain RuntimeError when a peer has ended.
+# If another rank has ended, gloo raises a plain RuntimeError whose message matches this pattern.
 COLLECTIVE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket|gloo|nccl|timed out|timeout",
     re.IGNORECASE,
@@ -62,7 +62,7 @@ class IncidentLog:
         record = {"time": time.time(), **self._always, "iteration": at, "kind": kind, "text": text, **details}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._path.parent.is_symlink():  # The --save folder must have no links to other folders.
+            if not self._path.parent.is_symlink():  # Through a link, the program would write outside of --save.
                 append_line(self._path, json.dumps(record))
 
     def sync(self) -> None:
@@ -111,7 +111,7 @@ def rank_file_name(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-# {field of an incident: its value if a line does not have the field}. A field must have the type of this value.
+# {field of an incident: its default}. The value of a field must have the type of its default.
 INCIDENT_DEFAULTS: dict[str, Any] = {"time": 0.0, "who": "", "kind": "", "text": "", "iteration": -1, "host": "?"}
 INCIDENT_DEFAULTS |= {"attempt": 0, "rank": -1, "ranks": [], "silences": {}, "stack": [], "cut": [], "first": True}
 INCIDENT_DEFAULTS |= {"signal": "", "exit_code": 0, "cause": "", "at": ""}

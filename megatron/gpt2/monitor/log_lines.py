@@ -12,10 +12,10 @@ import torch
 
 from data_utils.command_line import align_columns
 
-WIDTH = 100  # the width of the lines around tables and evaluations
+WIDTH = 100  # The width of the lines around tables, in characters.
 RULE = "-" * WIDTH
 SHOWN_LOSSES = 6
-UNIGRAM = "unigram entropy of the tokens"  # A baseline: every trained model should have a lower loss.
+UNIGRAM = "unigram entropy of the tokens"  # the baseline that every trained model should beat
 
 Rows = Sequence[tuple[str, str]]
 
@@ -26,14 +26,14 @@ class IterationRecord:
 
     iteration: int
     consumed_samples: int
-    lm_loss: float | None  # nats per token, mean without skipped steps; None if all steps were skipped
+    lm_loss: float | None  # The mean loss in nats per token, without skipped steps. None if all steps were skipped.
     learning_rate: float
     loss_scale: float
-    grad_norm: float | None  # the norm of the last step, before clipping; None if it was skipped
+    grad_norm: float | None  # The gradient norm of the last step, before clipping. None if this step was skipped.
     ms_per_iteration: float
-    tokens_per_second: float  # tokens of all ranks
-    mfu: float | None  # fraction of the peak of the devices; None if the peak is unknown
-    memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
+    tokens_per_second: float  # The sum over all ranks.
+    mfu: float | None  # The fraction of the peak FLOP/s of all devices. None if the peak is unknown.
+    memory_bytes: int | None = None  # The result of `peak_memory` on rank 0.
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TaskRecord:
     iteration: int
     split: str
     accuracy: float
-    accuracy_norm: float | None = None  # the accuracy if endings are ranked by their likelihood per character
+    accuracy_norm: float | None = None  # the accuracy if answers are ranked by their log-likelihood per character
 
 
 def perplexity(nats: float) -> float:

@@ -17,10 +17,11 @@ from megatron.gpt2.monitor.incidents import read_records
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A plotted curve has at most this number of points. Longer curves are averaged and get a band from minimum to maximum.
+# A plot shows at most this number of points of a curve. In longer curves each point is a mean, and a band shows minimum
+# and maximum.
 POINTS = 320
 FEW = 40  # A curve with fewer points gets a marker at each point.
-GREY = "#7d8793"  # This colour is readable on a light and on a dark page.
+GREY = "#7d8793"  # This grey is readable on a light and on a dark page.
 BLUE, ORANGE, GREEN = "#3568a8", "#d1642e", "#5b7f3b"
 
 Points = Sequence[tuple[int, float]]
@@ -60,7 +61,7 @@ def loss_curves(records: Sequence[dict[str, Any]]) -> list[Curve]:
 
 def draw_figure(panels: dict[str, list[Curve]]) -> Figure:
     """Draw a panel for each {title: curves}, one below the other. Raises ImportError if matplotlib is not installed."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # matplotlib then prints no message about its font cache.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # Suppress the message about the font cache.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -51,7 +51,7 @@ class WeightsAndBiases:
 
         train, save = config.train, Path(str(config.checkpoint.save))
         folder, known = Path(train.wandb_save_dir or save), save / WANDB_ID
-        for path in (folder, save):  # Otherwise wandb uses a temporary folder.
+        for path in (folder, save):  # If the folder does not exist, wandb uses a temporary folder.
             path.mkdir(parents=True, exist_ok=True)
         if not (start_iteration and known.exists()):
             known.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
@@ -121,7 +121,7 @@ class RunLog:
         self.active, self._is_owner = active, is_owner
         self.directory, self._metric_writers = Path(save_directory), metric_writers
         self._iteration, self._next_report, self._closed = start_iteration, 0.0, not active
-        self._has_warned = False  # whether it has warned about lost records
+        self._has_warned = False  # whether a warning about lost records was printed
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, visible=active)
         if not active:
             return
@@ -186,17 +186,15 @@ class RunLog:
                 append_line(self.directory / name, json.dumps(record, allow_nan=False))
         except OSError as error:  # A full disk, for example, must not end a run.
             if not self._has_warned:
-                self._has_warned = True  # It is set first, because `info` also writes a record.
+                self._has_warned = True  # Set this before `info`, which writes a record, too.
                 self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
 
     def sync(self) -> None:
-        """Flush the records to the disk. If this method is called before a save, the records have all iterations of the
-        checkpoint also after a power failure."""
-        # The name "" is for the folder itself, whose list of files is flushed, too.
+        """Flush the records to the disk. A call before each save ensures that, after a power failure, the
+        records have all iterations of the checkpoint."""
+        # The name "" stands for the folder itself, whose list of files is flushed, too.
         for name in (METRICS, SAMPLES, HISTORY, "") if self.active else ():
-            with contextlib.suppress(
-                OSError
-            ):  # The file does not exist yet, or `_append` has warned about a disk error.
+            with contextlib.suppress(OSError):  # The file may not exist yet.
                 fsync_path(self.directory / name)
 
     def report(self, *, final: bool = False) -> None:
@@ -212,7 +210,8 @@ class RunLog:
         self._next_report = now + (now - began) / REPORT_TIME_SHARE
 
     def _write(self, name: str, write: Callable[[Path], str]) -> str:
-        """Return `write(path)`, or "" with a warning if the file cannot be written."""
+        """Call `write` with the path of the file `name` and return the result. If the file cannot be written, log a
+        warning and return ""."""
         try:
             return write(self.directory / name) if self._is_owner() else ""
         except OSError as error:

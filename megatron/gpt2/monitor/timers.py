@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# The order of the timers in the log line. Other timers follow in the order of their first use.
+# The log line shows the timers in this order, and then other timers in the order of their first use.
 TIMER_ORDER = ("forward", "backward", "allreduce", "optimizer", "batch generator", "data loader")
-PROFILE_ROWS = 15  # the number of rows of the profiler's table
+PROFILE_ROWS = 15  # The number of rows of the profiler's table.
 
 
 class HostTimer:
@@ -45,11 +45,11 @@ class DeviceTimer:
     """Sums the device's time inside `with` blocks, which must not be nested. Events in the current stream
     measure the time."""
 
-    is_running = False  # Only host timers measure the time of the host.
+    is_running = False  # `Timers.running` returns only host timers.
 
     def __init__(self) -> None:
-        self._pending: list[list[torch.cuda.Event]] = []  # [start, end] of each interval
-        self._free: list[list[torch.cuda.Event]] = []  # pairs to use again, because creating events is slow
+        self._pending: list[list[torch.cuda.Event]] = []  # [start event, end event] of each interval
+        self._free: list[list[torch.cuda.Event]] = []  # Used pairs of events, because creating events is slow.
 
     def __enter__(self) -> None:
         pair = self._free.pop() if self._free else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -129,7 +129,7 @@ def start_profiler(
                 f"WARNING: --profile {iterations[0]} {iterations[1]}: this run has only iterations {start + 1} to {end}"
             )
         return None
-    before = first - start - 1  # number of iterations that are not profiled
+    before = first - start - 1  # The number of iterations before the first profiled one.
     trace = folder / f"profile_{first}-{last}_rank_{rank}.json.gz"
 
     def write(profiled: profile) -> None:

@@ -86,9 +86,8 @@ class CheckpointManager:
         self._local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (context.resume_metadata and run_name(context.save_directory)):
-                atomic_write_text(
-                    context.save_directory / RUN_NAME_FILE, start_id
-                )  # A run that starts at iteration 0 gets a new name.
+                # A run that starts at iteration 0 gets a new name.
+                atomic_write_text(context.save_directory / RUN_NAME_FILE, start_id)
             folder = Path(config.local_checkpoint_dir) / gather_strings(run_name(context.save_directory))[0]
             hosts = list(ranks.hosts.values()) or [""] * parallel.world_size
             group = dist.new_group(backend="gloo", timeout=context.timeout) if parallel.world_size > 1 else None

@@ -15,7 +15,7 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import UNIGRAM, EvaluationRecord, evaluation_line
 from megatron.gpt2.train.trainer import Trainer
 
-# The temperature is low because the unlikely words of a small model are often wrong. The penalty prevents repetitions
+# The temperature is low, because a small model often errs in unlikely words. The penalty prevents repetitions
 # ("the class of the class of the class").
 SAMPLING = SamplingParams(max_new_tokens=60, temperature=0.5, top_k=40, repetition_penalty=1.2)
 # The largest text, in bytes, that is compressed at the end of a run. xz compresses about 2 MB/s.

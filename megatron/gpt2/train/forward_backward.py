@@ -21,7 +21,7 @@ from mpu.layers import ParallelLinear
 
 
 class SavedForBackward(NamedTuple):
-    """Saved between forward and backward of a micro-batch in one model chunk.
+    """The tensors that a model chunk stores between forward and backward of a micro-batch.
 
     hidden: the input from the previous chunk; None for the first chunk.
     root: the loss, or the scalar of `_DeallocateOutput`. Backward starts from `root`.
@@ -33,7 +33,7 @@ class SavedForBackward(NamedTuple):
     received_gradient: list[Tensor]
 
 
-MicroBatch = Mapping[str, Any]  # the arguments of the model
+MicroBatch = Mapping[str, Any]  # The keyword arguments of the model's `forward`.
 PassKey = tuple[int, int]  # (model chunk, micro-batch)
 MessageKey = tuple[str, int, int]  # ("activation" or "gradient", virtual stage, micro-batch)
 

@@ -20,7 +20,7 @@ from megatron.gpt2.train.not_finite import find_first_not_finite
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 
-READ_DELAY = 4  # the number of steps after which a value is read from the device
+READ_DELAY = 4  # The host reads a value of the device this number of steps later.
 
 
 def train(trainer: Trainer) -> str:
@@ -58,7 +58,7 @@ def train(trainer: Trainer) -> str:
             training_log = IterationLogger(trainer)
             continue
         if progress.iteration == train_iters:
-            # A stop that is requested in the last step changes nothing, because the run saves and evaluates anyway.
+            # A stop request in the last step changes nothing, because the run saves and evaluates anyway.
             break
         if trainer.current_global_batch_size != samples:
             trainer.log.info(
@@ -160,7 +160,7 @@ class IterationLogger:
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:
             trainer.data.check_batches_match(iteration)
             self.log()
-            # This reads the newest value without another wait, because the log line has waited for the device.
+            # Read the newest value. This does not wait, because the log line has already waited for the device.
             in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))
         return in_a_row
 
@@ -176,7 +176,7 @@ class IterationLogger:
         method."""
         trainer, progress, optimizer = self._trainer, self._trainer.progress, self._trainer.state.optimizer
         iterations, samples = progress.iteration - self._iteration, progress.consumed_samples - self._consumed
-        skipped_in_all = int(optimizer.skipped_steps)  # The conversion waits for the device.
+        skipped_in_all = int(optimizer.skipped_steps)  # int() waits for the device.
         skipped = skipped_in_all - self._skipped
         loss = all_reduce_over_data_and_pipeline([progress.loss_sum], trainer.parallel).item()
         progress.loss_sum.zero_()

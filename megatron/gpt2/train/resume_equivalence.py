@@ -61,7 +61,7 @@ ROUNDING_KEYS = (
     "computed_by.threads",
 )
 _DEFAULTS = Config().as_dict()
-DISPLAY_NAMES = {  # {key: its name in the line about a change}; other keys are shown as flags
+DISPLAY_NAMES = {  # {key: its name in the line about a change}. Other keys are shown as flags.
     "data_fingerprint": "the training data or --split",
     "batch_growth": "how the batch grows:",
     "layout.data_parallel_size": "data-parallel size",
@@ -101,7 +101,7 @@ def resume_equivalence(
         changes += _describe_changes(("train_iters",), saved, current)
     if changes:
         return f"a different training from here on ({'; '.join(changes)})"
-    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS has this key, too.
+    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS has exact_layouts, too.
     if rounding := _describe_changes(ROUNDING_KEYS if is_exact else (*ROUNDING_KEYS, *LAYOUT_KEYS), saved, current):
         return f"the same training within rounding ({'; '.join(rounding)})"
     if saved.get("computed_by") is None:

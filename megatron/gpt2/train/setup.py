@@ -143,7 +143,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     """Build the context of a run, from the command line to the tokenised data, without a process group. Raises
     ValueError or OSError with a one-line message for bad input.
 
-    log: gets a line for each choice, with its reason. Tokenising prints its lines itself, on the rank that does it.
+    log: gets a line for each choice, with its reason. The rank that tokenises prints further lines itself.
     """
     arguments, checkpoint, source = _resolve_checkpoint(arguments, rank_info, log)
     if checkpoint is not None:
@@ -156,7 +156,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     device, dtype, backend, keeps_freed_memory = _choose_hardware(config, rank_info, hooks, log)
     resume_metadata = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = resume_metadata.get("iteration", 0), resume_metadata.get("consumed_samples", 0)
-    # Raise ValueError early if the batch size does not fit the ranks.
+    # This raises ValueError before the text is tokenised if the batch size does not fit the ranks.
     batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
     tokenizer, splits = _prepare_data(arguments, checkpoint, log)
@@ -254,7 +254,7 @@ def _choose_hardware(
     config: Config, rank_info: RankInfo, hooks: Hooks, log: Log
 ) -> tuple[torch.device, torch.dtype, str, bool]:
     """Choose device, dtype, backend, and whether the allocator keeps freed memory. Log each choice with its reason."""
-    # CUDA reads these variables when it is initialised.
+    # Set the variables first, because CUDA reads them when it is initialised.
     devices.set_cuda_variables(config.parallel.tensor_model_parallel_size, deterministic=config.is_deterministic)
     device, why_device = devices.choose_device(config.train.device, rank_info)
     hooks.call(Hook.validate, config, device)
@@ -291,7 +291,7 @@ def _resolve_checkpoint(
             options.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
         )
     checkpoint = open_checkpoint(source)
-    # Find what an earlier start of this command saved, and the folder that holds it.
+    # Find the checkpoint that an earlier start of this command saved, and its folder.
     own_checkpoint, own_folder = None, save
     if source != save:
         own_checkpoint = open_checkpoint(save)
@@ -325,7 +325,7 @@ def _resolve_checkpoint(
 
 
 def open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
-    """Open the newest checkpoint in `folder`, or return None without one. It prints no warnings, because
+    """Open the newest checkpoint in `folder`, or return None without one. Warnings are not printed, because
     `load_checkpoint` prints them later."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)
 
@@ -333,8 +333,8 @@ def open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
 def _build_tokenizer(
     data: DataConfig, arguments: Arguments, checkpoint: NativeCheckpoint | None, log: Log
 ) -> Tokenizer:
-    """Build the tokenizer from the files or the type that the flags name. If they name no files and the checkpoint has
-    a tokenizer, load this tokenizer.
+    """Build the tokenizer from the files or the type that the flags name. If the flags name no files and the checkpoint
+    has a tokenizer, load this tokenizer.
 
     data: the flags of the data, with file paths instead of corpus names.
     """

@@ -38,7 +38,7 @@ from megatron.gpt2.train.trainer import Trainer
 
 @dataclass
 class ProcessState:
-    """The objects of this process that error messages need, as far as they exist.
+    """The parts of the run that exist so far, for error messages.
 
     warnings: warnings that were printed before the run had a log.
     """
@@ -50,7 +50,7 @@ class ProcessState:
     warnings: list[str] = field(default_factory=list)
 
     def log(self, line: str) -> None:
-        """Print a line on rank 0. This method is the log until the run has its own."""
+        """Print a line on rank 0. `build_trainer` later makes the log of the run."""
         if self.rank_info.rank == 0 and line:
             print(line, flush=True)
         if line.startswith("WARNING"):
@@ -60,7 +60,7 @@ class ProcessState:
         """Parse the command line and join the other ranks."""
         self.rank_info = launch.rank_info()
         if self.rank_info.world_size > 1:
-            exit_on_sigterm(2)  # Until the run can save, SIGTERM ends the process.
+            exit_on_sigterm(2)  # Before the run can save, SIGTERM ends the process.
         arguments = parse(args)
         save, usable = str(arguments.checkpoint.save), None
 
@@ -81,7 +81,7 @@ class ProcessState:
                 "before a checkpoint is read",
             )
             usable = arguments.config.usable_ranks
-        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # With --elastic, the rank may change.
+        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # With --elastic, ranks get new numbers.
         set_threads(self.rank_info)
         self.log(launch.notice)
         return arguments
@@ -91,12 +91,13 @@ class ProcessState:
         bug of the program."""
         trainer, rank_info = self.trainer, self.rank_info
         if self.elastic and isinstance(error, MissingRanksError | FolderInUse):
-            error.exit_code = 1  # Launchers try again after this code, because a lost machine may return.
+            error.exit_code = 1  # Launchers start again after this exit code.
         if trainer is not None:
             trainer.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):
-                trainer.log.info(f"stopped: {error}")  # All ranks stop after the same step.
-                with contextlib.suppress(StopRun):  # The storage may be too slow for a pending save.
+                trainer.log.info(f"stopped: {error}")
+                # All ranks stop after the same step, so they can wait for a save. It fails if the storage is too slow.
+                with contextlib.suppress(StopRun):
                     trainer.checkpoints.finish()
                 return 1
             trainer.log.note("stopped: " + " ".join(str(error).split())[:300])

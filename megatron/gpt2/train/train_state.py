@@ -81,7 +81,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     for line in [*attention_lines(context, parallel), *ignored_flags(config, context.device.type)]:
         log(line)
     model = build_model(context, parallel, numerics.submodules)
-    # The first and the last stage must shard the tied weight alike.
+    # In a separate bucket, the tied weight is sharded in the same way on the first and the last stage.
     separate_tied_bucket = parallel.embedding_group is not None or numerics.separate_tied_bucket
     buffer = ParamAndGradBuffer(
         model,

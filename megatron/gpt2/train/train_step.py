@@ -33,7 +33,7 @@ def train_step(trainer: Trainer) -> None:
         state.reducer.finish_grad_sync()
     trainer.hooks.call(Hook.on_pre_optimizer_step, trainer)
     with timers("optimizer"):
-        optimizer.step()  # It computes the norm, clips the gradients, and sets the next learning rate.
+        optimizer.step()  # `step` also computes the norm, clips the gradients, and sets the next learning rate.
     # The loss of a skipped step may not be finite.
     trainer.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, sum_losses(losses))
 

@@ -94,7 +94,7 @@ class Trainer:
         progress, end = self.progress, self.progress.consumed_samples
         self.checkpoints.finish()
         self.state.param_gather.finish_param_sync()
-        # These flags apply only to the checkpoint from which the run started. A rewind loads the whole state.
+        # A rewind loads the whole state, although the run may have started with one of these flags.
         checkpoint_config = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
         source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=checkpoint_config))
         progress.iteration, progress.consumed_samples, _ = load_checkpoint(

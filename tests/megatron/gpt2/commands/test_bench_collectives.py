@@ -36,7 +36,7 @@ def check_the_ring(rank: int, world_size: int) -> None:
 
 
 def run_bench(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
-    """Measure in this process group. Return the exit code and the record of rank 0."""
+    """Run the benchmark in the current process group. Return the exit code and the results that rank 0 has written."""
     options = bench.parse_args(["--iters", "2", "--output", str(folder), *flags])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = bench.measure_all(options, CPU, "a test")
@@ -46,7 +46,8 @@ def run_bench(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 
 
 def measure_everything(rank: int, world_size: int, folder: Path) -> None:
-    """Measure all operations at some sizes and dtypes, and then a missing, a late and a wrong one."""
+    """Measure all operations at some sizes and dtypes. Then measure an operation that the backend lacks, one after the
+    deadline, and one with a wrong result."""
     check_the_ring(rank, world_size)
     subgroups = {"all_reduce_halves", "all_reduce_across"} if world_size < 4 or world_size % 2 else set()
     for dtype, least, most, count in (("fp32", "1K", "16K", 3), ("bf16", "1001", "1001", 1), ("fp16", "2", "2", 1)):
@@ -102,7 +103,7 @@ def test_slow_pairs_and_ranks_are_named() -> None:
     for n, slow, named in (
         (4, [], []),
         (4, [(0, 3)], ["SLOW: rank 0 on a to rank 3 on b: 4.000 GB/s"]),
-        (5, around_two, ["SLOW: rank 2 on b, in most of its pairs"]),  # Only this rank is reported.
+        (5, around_two, ["SLOW: rank 2 on b, in most of its pairs"]),  # Rank 2 is reported instead of its pairs.
     ):
         bandwidth = 10.0 - 10.0 * torch.eye(n, dtype=torch.float64)
         for pair in slow:

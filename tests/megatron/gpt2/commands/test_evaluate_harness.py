@@ -24,7 +24,7 @@ from tests.megatron.gpt2.train.training_runs import finish, start
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
 
-# There is one task of each kind of request: multiple choice (loglikelihood), rolling, generate_until.
+# One task for each kind of lm-eval's requests: loglikelihood (multiple choice), loglikelihood_rolling, generate_until.
 TASKS: dict[str, dict[str, Any]] = json.loads("""{
 "choice": {"output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_choice": "{{words}}",
     "doc_to_target": 0, "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
@@ -64,7 +64,8 @@ def write_task(path: Path, docs: Path, task: dict[str, Any]) -> None:
 
 @functools.cache  # A model name can be registered only once.
 def program() -> dict[str, Any]:
-    """Return the names in the tool. TaskManager has only our tasks, because reading all 14,000 files takes seconds."""
+    """Return the module evaluate_harness as a dictionary. Its TaskManager has only the tasks of this test, because
+    reading lm-eval's 14,000 files takes seconds."""
     names = vars(tool("evaluate_harness"))
     names["TaskManager"] = functools.partial(names["TaskManager"], include_defaults=False)
     return names
@@ -182,7 +183,8 @@ def loaded(folder: Path) -> Iterator[LoadedModel]:
 
 
 def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel) -> None:
-    """Use the settings of docs/how-to/evaluation.md. Texts that are too long for the model lose the same tokens."""
+    """Use the settings of docs/how-to/evaluation.md. Texts that are too long for the model lose the same tokens in both
+    ways."""
     from tests.megatron.gpt2.extensions.serve.test_app import serving
 
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
@@ -198,5 +200,5 @@ def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel) -> None:
             arguments = arguments.replace(printed, own)
         over_http = scores(folder, "local-completions", model_args=arguments)
     model = program()["HarnessLM"](loaded.model, loaded.tokenizer)
-    model.max_length = LENGTH - 1  # lm-eval keeps one position for the token that it always requests.
+    model.max_length = LENGTH - 1  # Over HTTP, lm-eval requests one new token, for which it keeps one position.
     assert over_http == pytest.approx(scores(folder, model), rel=1e-5)

@@ -127,7 +127,7 @@ def test_a_terminal(saved: Path) -> None:
 
     def first() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # A background process of a shell ignores this signal.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # A shell's background process ignores SIGINT.
 
     main_end, end = pty.openpty()
     line = f"tools/generate_text.py --load {saved} --top-k 1 --max-new-tokens 100000000 --nproc-per-node 2"
@@ -152,7 +152,7 @@ def test_a_terminal(saved: Path) -> None:
 
     try:
         for pattern, keys in (
-            (rb"prompt> ", b"Obce\x1b[D\x1b[D\x7fn\r"),  # the keys left, left, backspace, and the right letter
+            (rb"prompt> ", b"Obce\x1b[D\x1b[D\x7fn\r"),  # The keys left, left and backspace remove the b.
             (rb"\nOnce.", b"\x03"),
             (rb"prompt> ", b"\x1b[A\r"),
             (rb"\nOnce.", b"\x03"),
@@ -161,7 +161,7 @@ def test_a_terminal(saved: Path) -> None:
             wait_for(pattern)
             os.write(main_end, keys)
         code = None
-        for _ in range(3):  # Python's readline may miss one while it draws the prompt.
+        for _ in range(3):  # Python's readline may miss a Ctrl-C while it draws the prompt.
             time.sleep(0.3)
             os.write(main_end, b"\x03")
             with contextlib.suppress(subprocess.TimeoutExpired):

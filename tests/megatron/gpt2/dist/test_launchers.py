@@ -44,7 +44,7 @@ for task in "${tasks[@]}"; do wait "$task" || exit; done
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launchers")
-    os.utime(write_text(folder), (1e9, 1e9))  # Files with an old mtime are hashed only once.
+    os.utime(write_text(folder), (1e9, 1e9))  # The hash of a file with an old mtime is stored, so it is computed once.
     return folder
 
 
@@ -195,7 +195,7 @@ STEP = variables(
     "SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=4,3 "
     "SLURM_JOB_ID=123456 SLURMD_NODENAME=node004 SLURM_STEP_NODELIST=node[003-004]"
 )
-SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # The variables that a batch script has
+SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # the variables of a batch script
 BY_HAND = "--rank 1 --world-size=3 --init-method tcp://node1:6000"
 
 
@@ -225,7 +225,7 @@ def test_the_first_launcher_wins() -> None:
 def test_flags_by_hand() -> None:
     found, words = read_launch(["--lr", "1", *BY_HAND.split(), "--init_timeout", "7", "--prompt", "a_b"], {})
     assert found == Launch(1, 3, init_method="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
-    assert words == ["--lr", "1", "--prompt", "a_b"]  # pretrain_gpt2.py reads the flags of training.
+    assert words == ["--lr", "1", "--prompt", "a_b"]  # These flags are left for pretrain_gpt2.py.
 
 
 def test_torchrun_keeps_the_store() -> None:
@@ -252,7 +252,7 @@ def test_slurm_step() -> None:
     assert launch({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}).rank_info() == RankInfo(
         5, 7, 1, 2
     )
-    # The number of tasks is also in SLURM_NTASKS.
+    # SLURM_NTASKS also gives the number of tasks.
     without = {key: value for key, value in STEP.items() if key != "SLURM_STEP_TASKS_PER_NODE"}
     assert (launch(without).rank, launch(without).world_size, launch(without).local) == (5, 7, None)
 

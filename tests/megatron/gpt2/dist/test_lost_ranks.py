@@ -1,5 +1,5 @@
 """A rank hangs or stops: the other ranks name it after the timeout, print where all ranks are, and finish the
-checkpoint that is being written. The file also tests two machines that lose their connection."""
+checkpoint that is being written."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def stop_after_a_save(folder: Path) -> None:
             wait_until((folder / "go").exists)
         return write_safetensors(path, file, *rest)
 
-    # If rank 0 waits 60 s for the lost rank, the test fails.
+    # If rank 0 waited this long for the lost rank, the test would fail.
     mock.patch.object(ranks, "LEAVE_TIMEOUT", 60.0).start()
     mock.patch.object(writer, "write_safetensors", write_late).start()
     plant(Fault(stop_later, rank=1, step=2))
@@ -85,7 +85,7 @@ def stop_after_a_save(folder: Path) -> None:
 
 def test_the_others_finish_the_checkpoint(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    words = (  # There are too few log lines for a plot, which would take time.
+    words = (  # --log-interval 100 leaves nothing to plot, which saves time.
         f"--save {tmp_path}/save --world-size 2 --init-method tcp://localhost:{free_port()} --async-save "
         "--distributed-timeout-minutes 0.1 --save-interval 2 --log-interval 100 --rank"
     ).split()

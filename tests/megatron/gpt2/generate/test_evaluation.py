@@ -61,7 +61,7 @@ class Reference:
 
     def nats(self, ids: list[int], stride: int) -> float:
         """Return the nats of all ids except the first one, in windows that begin every `stride` ids."""
-        scores: dict[int, float] = {}  # by position; the first window with an id scores it
+        scores: dict[int, float] = {}  # {position: nats}; only the first window with an id scores it
         for start in range(0, len(ids), stride):
             table = self.log_probabilities(ids[start : start + LENGTH])
             for at, of_next in zip(range(start + 1, len(ids)), table, strict=False):

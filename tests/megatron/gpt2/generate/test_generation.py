@@ -87,7 +87,7 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
         assert made[0].tolist() == [*c.prompt, *c.ids] and len(c.ids) == 50
 
 
-# Each case is (prompt, alternatives).
+# (prompt, number of likely tokens to report at each position)
 SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The", 5)]
 
 
@@ -136,7 +136,7 @@ def test_an_error_of_the_driver_ends_all_ranks() -> None:
 def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tuple[list[list[int]], list[Any]]:
     mpu.initialize_model_parallel(world_size)
     try:
-        torch.manual_seed(rank)  # Ranks that drew tokens themselves would differ.
+        torch.manual_seed(rank)  # With different seeds, ranks that drew their own tokens would differ.
         model = GPT2Model(CONFIG, build_block_config(CONFIG, sequence_parallel=sequence_parallel)).train()
         # Only the prompts of the first rank are used.
         made = continued(model, PROMPTS if rank == 0 else [b"?"] * 5, SETTINGS)
@@ -276,8 +276,8 @@ def requests(count: int) -> list[tuple[int, GenerationRequest]]:
 
 
 def served(batch: ContinuousBatch, arriving: list[tuple[int, GenerationRequest]]) -> list[list[int]]:
-    """Run the requests, which must begin in the order of their arrival. Return the ids of each one, collected from the
-    events."""
+    """Run the requests, which must begin in the order of their arrival. Return the ids of each request, collected
+    from the events."""
     waiting, ids, now, begun = [*arriving], [list[int]() for _ in arriving], 0, dict[int, None]()
     while waiting:
         batch.add(waiting.pop(0)[1])
@@ -316,7 +316,7 @@ def test_each_text_equals_that_of_a_single_request(model: GPT2Model) -> None:
 
 
 def test_ends_without_a_token(model: GPT2Model) -> None:
-    """A continuation can be cancelled while it waits and while it runs; the next one takes its row."""
+    """A continuation can be cancelled while it waits and while it runs. The next continuation takes its row."""
     with Generator(endless(model), TOKENIZER).batch(1) as batch:
         made = [GenerationRequest([65], SamplingParams(max_new_tokens=n)) for n in (9, 9, 0, 2)]
         for c in made:

@@ -52,7 +52,7 @@ def test_distributions_equal_those_of_transformers(settings: dict[str, Any], spr
     sampling = SamplingParams(**settings)
     draw = torch.Generator().manual_seed(0)
     for size in (300, 50257):
-        # In float32, the rounding of a sum of 50,000 values would decide which tokens are the last before p.
+        # In float32, the rounding of a sum of 50,000 values would decide which tokens belong to the nucleus.
         logits = spread * torch.randn(size, generator=draw, dtype=torch.float64)
         context = torch.randint(size, (50,), generator=draw)
         seen = torch.zeros(size, dtype=torch.bool).index_fill_(0, context, True)

@@ -29,7 +29,7 @@ WORDS = (
 
 def word_model(shared_folder: Path, folder: Path) -> list[str]:
     """Put the checkpoint into `folder`/save, the export into `folder`/exported and the text into `folder`/text.txt.
-    Return the words of the text; most follow from the word before. The model is trained once for all test
+    Return the words of the text. Most words are determined by the word before. The model is trained once for all test
     processes."""
     shutil.copytree(made_once(shared_folder / "word_model", train), folder, dirs_exist_ok=True)
     return (folder / "text.txt").read_text().split()

@@ -113,13 +113,13 @@ def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFi
     assert [i for i, _ in training.points] == [*range(1, 9)] and [i for i, _ in validation.points] == [2, 4, 6, 8]
     assert [sample["iteration"] for sample in read_records(work / "run/samples.jsonl")] == [2, 4, 6, 8, 8, 8]
     history = [(event["iteration"], event["text"][:23]) for event in read_records(work / "run/history.jsonl")]
-    # The warning is printed before the log exists.
+    # The first line was printed before the log existed.
     begin = [(0, "WARNING: --load run hol"), (0, "started from random wei"), (5, "stopped by --exit-inter")]
     assert history == [*begin, (3, "started from iteration "), (8, "finished")]
     environment = json.loads((work / "run/config.json").read_text())["environment"]
     assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?|none: .*", environment["commit"])
 
-    # The tool writes the same page, except for the time.
+    # The command `gpt2 report` writes the same page, except for the time.
     before = (work / "run/report.html").read_text()
     assert tool("report").main(["run"]) == 0 and capfd.readouterr().out == "run/report.html\n"
     after = (work / "run/report.html").read_text()

@@ -195,10 +195,10 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     table = said[said.index("the slowest operations of 2 iterations, by self time on the cpu:") :]
     # The slowest operations depend on the load of the machine, but the number of calls does not.
     calls = dict(re.findall(r"^ *(aten::\S+) .* (\d+) *$", table, re.MULTILINE))
-    assert calls["aten::mm"] == str(2 * 11)  # four linear layers and the output layer, in forward and backward
+    assert calls["aten::mm"] == str(2 * 11)  # Two iterations, each with 11 products in forward and backward.
 
     # A run that stops before the last profiled iteration writes a shorter trace.
     assert pretrain_gpt2.main([*flags, *"8 20 --train-iters 30 --exit-interval 9".split()]) == 0
-    # The third event is the time between the last iteration and the stop.
+    # The third step of the trace is the time between the last iteration and the stop.
     assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3
     assert "the slowest operations of 2 iterations" in capfd.readouterr().out

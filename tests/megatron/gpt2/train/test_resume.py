@@ -128,10 +128,10 @@ COMMON = (
     "--hidden-size 32 --hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2 "
     "--lr-decay-style linear --override-opt-param-scheduler"
 )
-# The run has 5 steps of 4 samples, 2 of 8, then 12. The size changes at 18 and 36 samples. The rate is linear over 11
-# batches of 12.
+# The run has 5 steps of 4 samples, 2 steps of 8, and then steps of 12. The size changes at 18 and 36 samples. The
+# learning rate falls linearly over 11 batches of 12 samples.
 GROWING = f"{COMMON} --rampup-batch-size 4 4 36 --global-batch-size 12 --lr {PEAK} --lr-decay-iters 11"
-# Each case has steps, batch size, and the start and end of the same linear rate if all steps had this size.
+# (number of steps, batch size, --lr and --lr-decay-iters that give the same learning rates with a constant batch size)
 SEGMENTS = [(5, 4, PEAK, 33), (2, 8, PEAK * 38 / 33, 19), (3, 12, PEAK * 15 / 11, 15)]
 TENSOR, STAGES = "--model-parallel-size 2", "--pipeline-model-parallel-size 2"
 MOVED = {
