@@ -135,7 +135,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
 
 
 def gpu_present(root: str = "/") -> bool:
-    """Return whether the driver of NVIDIA, or of Windows in WSL, lists a GPU. torch may not be able to use it.
+    """Return whether the driver of NVIDIA, or of Windows in WSL, lists a GPU, even if torch cannot use the GPU.
 
     root: the root of the file system.
     """
@@ -221,7 +221,7 @@ def cgroup_cpus(root: str = "/") -> float:
     """Return the smallest CPU quota of this process's cgroup and its parents, in CPUs, or inf without a quota."""
     quotas = [float("inf")]
     for folder in cgroup_folders("cpu", root):
-        # The root cgroup has no such file, and a container does not show the files of all cgroups.
+        # The root cgroup has no quota file, and a container does not show the files of all cgroups.
         with contextlib.suppress(OSError, ValueError):
             files = ["cpu.max"] if (folder / "cpu.max").exists() else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
             quota, period = " ".join((folder / file).read_text() for file in files).split()
@@ -357,7 +357,7 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak FLOP/s for the MFU, and a text with the source of this figure. For a known GPU, this is the
+    """Return the peak FLOP/s for the MFU, and a text with the source of this figure. For a known GPU, the source is the
     datasheet. For other devices, the function measures some large matrix products for about 0.3 s and takes the
     fastest."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else plural(torch.get_num_threads(), "thread")
@@ -452,8 +452,8 @@ def choose_attention(
 
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode and disable cuDNN's attention kernel inside the block. This kernel makes a plan
-    for each new length, which takes 0.05 to 1 s (pytorch#155958), and generation has a new length for each token."""
+    """Put `model` into evaluation mode and disable cuDNN's attention kernel inside the block. cuDNN makes a plan for
+    each new length, which takes 0.05 to 1 s (pytorch#155958), and generation has a new length for each token."""
     was_training = model.training
     model.eval()
     try:

@@ -52,7 +52,7 @@ P = ParamSpec("P")
 
 
 class StopRun(Exception):
-    """Raised on every rank after the same step to end the run with exit code 1. The message is one line."""
+    """Raised on every rank after the same step to end the run with exit code 1. Its message must be one line."""
 
 
 class Numerics(NamedTuple):
@@ -80,7 +80,8 @@ class ExpectedMemory(NamedTuple):
 
     rows: rows of the start table, (name, text).
     lines: lines to print after the start table.
-    peak: the expected peak of this rank in bytes, which is printed after the first log line. None if it is unknown.
+    peak: the expected peak of this rank in bytes, which is printed after the first log line. None if the peak is
+        unknown.
     """
 
     rows: list[tuple[str, str]]

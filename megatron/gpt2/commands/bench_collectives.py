@@ -226,8 +226,8 @@ def check_deadline(deadline: float, what: str) -> None:
 
 
 def check_point_to_point(device: torch.device) -> None:
-    """Raise SkipOperation if the backend has no point-to-point messages. gloo with CUDA tensors would not raise: it
-    fails in the middle of a message while the peer waits."""
+    """Raise SkipOperation if the backend has no point-to-point messages. With CUDA tensors, gloo would fail in the
+    middle of a message while the peer waits."""
     if dist.get_backend() == "gloo" and device.type != "cpu":
         raise SkipOperation("not offered by gloo: it only sends a CPU's tensors")
 
@@ -341,7 +341,7 @@ def describe_pairs(bandwidth: Tensor, hosts: Sequence[str]) -> Iterator[str]:
 
 
 def plot_bandwidth(rows: list[BandwidthRow], path: Path, title: str) -> str:
-    """Draw bus bandwidth over size into `path`. Return a line that names the plot, or the reason why it is missing."""
+    """Draw bus bandwidth over size into `path`. Return a line that names the plot, or says why there is no plot."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -52,7 +52,7 @@ class ModelParser(Parser):
         for name, meant in (("fp16", "fp16-on-gpu"), ("bf16", "bf16")):
             self.add_argument(f"--{name}", dest="precision", action="store_const", const=meant, help=argparse.SUPPRESS)
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
-        add_section(self, "launch", LaunchConfig)  # for --help: `run_program` reads these flags.
+        add_section(self, "launch", LaunchConfig)  # `run_program` has read these flags.
         if scores:
             self.add_argument(
                 *("--micro-batch-size", "--batch-size", "--eval-batch-size", "--eval-micro-batch-size"),

@@ -36,7 +36,7 @@ FINEWEB_124M = {
     19560: 3.2722,
 }
 # The same recipe ended at 3.29 in May 2024 (github.com/karpathy/llm.c/discussions/481) and at 3.2722 in llm.c's log.
-# Early losses differ more, because they fall by 1 within 300 iterations.
+# Early losses differ more, because the loss falls by 1 within 300 iterations.
 LATE_BAND, EARLY_BAND, LATE = 0.03, 0.25, 2000
 # A model's loss is above the entropy of its text, because a model never sees enough text, and because the first tokens
 # of a sample lack context. In a small validation split, the loss can be below the entropy by chance.
@@ -44,8 +44,8 @@ ABOVE, BELOW = 0.1, 0.01
 
 
 def compare_with_published(losses: dict[int, float]) -> list[tuple[str, str, str, bool]]:
-    """Return (iteration, loss, band, whether it is inside) for each loss within the published iterations. The band
-    between two published iterations is interpolated over the logarithm of the iteration."""
+    """Return (iteration, loss, band, whether the loss is in the band) for each loss within the published iterations.
+    The band between two published iterations is interpolated over the logarithm of the iteration."""
     rows = []
     for iteration, loss in losses.items():
         if min(FINEWEB_124M) <= iteration <= max(FINEWEB_124M):

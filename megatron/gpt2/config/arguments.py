@@ -132,7 +132,7 @@ class Arguments:
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """The flags of saving and loading. A run uses them to find the checkpoint, before `config` is built."""
+        """The flags of saving and loading, with which a run finds the checkpoint before `config` is built."""
         return CheckpointConfig(**self._values_of("checkpoint"))
 
     def _values_of(self, section: str) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def merge_checkpoint(
     saved: the `Config.as_dict()` of the checkpoint, with vocabulary size and tokenizer.
     saved_iterations: the length of the checkpoint's schedule (default: its train_iters).
 
-    Shape and tokenizer: the checkpoint decides them. Flags that give different values raise ValueError, which names
+    Shape and tokenizer: the checkpoint decides both. Flags that give different values raise ValueError, which names
     all of these flags in one line. --seq-length may differ from the checkpoint. If neither --seq-length nor --model is
     given, the checkpoint decides the sequence length, too.
 
@@ -334,7 +334,7 @@ def merge_checkpoint(
 def _take_from_checkpoint(
     saved_values: Mapping[str, Any], values: dict[str, Any], given: frozenset[str], way_out: str
 ) -> tuple[list[str], str]:
-    """Update `values` with those of the checkpoint. Return a text for each changed flag, and an error message that
+    """Update `values` with the values of the checkpoint. Return a text for each changed flag, and an error message that
     names the changed flags of the command line, or ""."""
     current = {key: values.get(key, config_fields()[key].default) for key in saved_values}
     changed = {key: value for key, value in saved_values.items() if value != current[key]}

@@ -110,7 +110,8 @@ def numeric(names: str, key: str, note: str = "") -> CompatRule:
 
 
 def _number(value: Any, kind: Any = float) -> Any:
-    """Return `value` as the number type `kind` of a field. Raises ValueError if the value is not such a number."""
+    """Return `value` as the number type `kind` of a field. Raises ValueError if the value is not a number of this
+    type."""
     is_whole = kind in (int, int | None)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(
@@ -162,7 +163,7 @@ def _one_group_per_head(word: str, given: Mapping[str, Any]) -> Fields:
 
 
 def by_name(*rules: CompatRule) -> dict[str, CompatRule]:
-    """Return a dictionary that has the rule of each name in `rules`."""
+    """Return {name: rule} of all names in `rules`."""
     return {name: rule for rule in rules for name in rule.names}
 
 

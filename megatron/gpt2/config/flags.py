@@ -63,9 +63,9 @@ ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, flo
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the training program. Its namespace has only the flags that are given, by "section.field".
-    Megatron's flags that have no field in sections.py are left over. `arguments.parse` handles them, and reports the
-    errors of all flags at once."""
+    """Build the parser of the training program. The parser's namespace has only the flags that are given, by
+    "section.field". Megatron's flags that have no field in sections.py are left over. `arguments.parse` handles
+    Megatron's flags, and reports the errors of all flags at once."""
     parser = Parser(
         prog="pretrain_gpt2",
         argument_default=argparse.SUPPRESS,

@@ -1,5 +1,5 @@
-"""The configuration of a run: `Config` and its sections. They are frozen dataclasses that check their values in
-`__post_init__`.
+"""The configuration of a run: `Config` and its sections. Config and sections are frozen dataclasses that check their
+values in `__post_init__`.
 
 Each field of a section is one command-line flag (`num_layers` is `--num-layers`). `flag_field` adds the help text, the
 allowed values and the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag
@@ -260,7 +260,7 @@ class OptimizerConfig(ConfigSection):
     def warmup_and_decay(self, default_decay_iters: int, batch: int) -> tuple[float, float]:
         """Return the lengths of warmup and decay, in iterations of `batch` samples. The lengths may be fractions.
 
-        default_decay_iters: the length of the decay if no flag gives it.
+        default_decay_iters: the length of the decay if no flag gives a length.
         """
         decay = self.lr_decay_iters or (self.lr_decay_samples or 0) / batch or default_decay_iters
         if self.lr_warmup_samples is not None:

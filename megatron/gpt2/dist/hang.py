@@ -66,7 +66,8 @@ class RankLocation(NamedTuple):
 def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLocation, list[str]]:
     """Return the location of the thread whose stack is `frames`, and this stack as lines.
 
-    has_failed: whether a collective has failed in the thread. If autograd called it, `frames` may not show it.
+    has_failed: whether a collective has failed in the thread. If autograd called the collective, `frames` may not show
+        the call.
     """
     stack, calls, waits = list[str](), list[tuple[str, str]](), ""
     for frame, line in frames:
@@ -248,7 +249,7 @@ def describe_hang(
 def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str, str] = os.environ) -> None:
     """Let torch's flight recorder record the last NCCL collectives of each rank. When a collective times out, the
     recorder writes them into the folder of the incident log, and `torchfrtrace` reads these files. Call this function
-    before NCCL's process group is created. It does not change variables that the user has set."""
+    before NCCL's process group is created. Variables that the user has set are not changed."""
     folder = Path(save_directory).resolve() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

@@ -1,8 +1,8 @@
 """Rank, world size and rendezvous of this process, and the heartbeats of all ranks.
 
 Each rank writes a heartbeat to the store every second, so that other ranks can name a lost rank. torch does not name
-it: if a rank is killed, gloo reports a closed connection to a neighbour, which may have exited because of a third rank.
-`monitored_barrier` names a hanging rank only on rank 0, and never a killed rank.
+lost ranks: if a rank is killed, gloo reports a closed connection to a neighbour, which may have exited because of a
+third rank. `monitored_barrier` names a hanging rank only on rank 0, and never a killed rank.
 """
 
 import contextlib
@@ -161,7 +161,7 @@ class Heartbeat(threading.Thread):
         """After a collective has failed, wait for the next heartbeats and return the lost ranks, if any.
 
         The first rank that notices lost ranks publishes them in the store, and the other ranks return the published
-        ranks. Otherwise they would also report ranks that exit because of a lost rank.
+        ranks. If each rank searched by itself, it would also report ranks that exit because of a lost rank.
         """
         self.reads_all = True
         # Wait until a rank that has just died has been silent for LOST_TIMEOUT seconds. The wait ends earlier if a rank
@@ -260,7 +260,7 @@ class RankInfo:
         """Leave the rendezvous, if there is one. The rank that serves the store first waits for the other ranks, for at
         most LEAVE_TIMEOUT seconds.
 
-        gone: the number of lost ranks, for which it does not wait.
+        gone: the number of lost ranks, for which the server does not wait.
         """
         rendezvous = self.rendezvous
         if rendezvous is None or rendezvous.heartbeat.is_stopped:

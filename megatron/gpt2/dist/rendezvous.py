@@ -119,8 +119,8 @@ def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, T
 
 
 def start_store_server(host: str, port: int) -> TCPStore:
-    """Serve a store on `port` (0: any free port) over IPv4. If `host` has an IPv6 address, serve it over IPv6, too.
-    Raises ValueError if the port is in use.
+    """Serve a store on `port` (0: any free port) over IPv4. If `host` has an IPv6 address, serve the store over IPv6,
+    too. Raises ValueError if the port is in use.
 
     torch's own server always uses both protocols and looks up the name of each client, which is not in /etc/hosts for
     IPv4 clients of an IPv6 socket. With a slow DNS server, four ranks needed 5.6 s instead of 0.5 s to join.
@@ -142,8 +142,8 @@ def start_store_server(host: str, port: int) -> TCPStore:
 
 
 def connect_store(at: tuple[str, int], timeout: float) -> TCPStore:
-    """Open a new connection to the store. Its operations wait at most `timeout` seconds. Raises MissingRanksError if
-    no store answers."""
+    """Open a new connection to the store. Operations of the store wait at most `timeout` seconds. Raises
+    MissingRanksError if no store answers."""
     seconds = timedelta(seconds=timeout)
     silence = f"{host_port(*at)} accepts connections, but does not answer like rank 0 (--init-timeout {timeout:g}): a "
     silence += "different program may use this port, or the network may be cut"
@@ -260,8 +260,8 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
     """Set GLOO_SOCKET_IFNAME to the network interface towards the other ranks, unless the user has set it. Raises
     ValueError if the user has set it to an interface that this machine does not have.
 
-    Without the variable, gloo uses the address of the host name. On many systems this is a loopback address that other
-    machines cannot reach. NCCL finds an interface by itself.
+    Without the variable, gloo uses the address of the host name. On many systems this address is a loopback address
+    that other machines cannot reach. NCCL finds an interface by itself.
 
     own: this machine's address towards rank 0.
     elsewhere: the addresses of ranks on other machines; empty if all ranks are on this machine.
@@ -303,7 +303,7 @@ def addresses_of(interface: str) -> list[str]:
         addresses.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            # The line has address, number, length of the prefix, scope, flags and name.
+            # A line of if_inet6 has address, number, length of the prefix, scope, flags and name.
             digits, *_, name = line.split()
             addresses += [str(ipaddress.IPv6Address(int(digits, 16)))] if name == interface else []
     return addresses

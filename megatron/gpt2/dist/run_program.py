@@ -87,8 +87,8 @@ def run_program(program: Program, argv: Sequence[str] | None) -> int:
     code: that of the program, 1 if another rank was lost, 2 for bad input (one rank prints the error in one line), and
     130 after Ctrl-C.
 
-    program: a top-level function of a module, which returns its exit code (None is 0). Its argument `log` is a function
-        that prints a line on the standard error of rank 0.
+    program: a top-level function of a module, which returns its exit code (None is 0). The argument `log` of the
+        program is a function that prints a line on the standard error of rank 0.
     argv: the command line; None for that of this process.
     """
     try:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 OUT_OF_TIME = "--exit-duration-in-mins"
 MORE_RANKS = "new ranks (--elastic)"
 FOLDER_LOST = "another run in the --save folder"
-# If ranks have different reasons to stop, the last one in this list is used.
+# If ranks have different reasons to stop, the reason that is last in this tuple is used.
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGHUP", "SIGTERM", "Ctrl-C", FOLDER_LOST)
 _REASON_OF = {
     signal.SIGUSR2: MORE_RANKS,  # The launcher sends SIGUSR2 when a machine joins.

@@ -48,7 +48,7 @@ class GenerationRequest:
         self.number = -1
         self.context: list[int] = []
         self._text = TextStream(sampling.stop)
-        self._sampler: Sampler | None = None  # It may need GPU memory, so the first token makes it.
+        self._sampler: Sampler | None = None  # Made at the first token, because it may need GPU memory.
 
     def cancel(self) -> None:
         """End the continuation before its next token. Any thread may call this method."""
@@ -221,7 +221,7 @@ class ContinuousBatch:
 
     def _compact(self) -> list[int]:
         """Move the running continuations to the first rows, with as few moves as possible. Return the previous row of
-        each."""
+        each continuation."""
         used_rows = sorted(self._rows)
         sources = list(range(len(used_rows)))
         free = [row for row in sources if row not in self._rows]

@@ -98,7 +98,7 @@ class ModelRunner:
         return tuple(json.loads(data.numpy().tobytes()))
 
     def _broadcast_tensor(self, numbers: Tensor) -> Tensor:
-        """Broadcast the driver's tensor `numbers`. Return it on the CPU."""
+        """Broadcast the driver's tensor `numbers`. Return the tensor on the CPU."""
         numbers = numbers if dist.get_backend(self._group) == "gloo" else numbers.to(self.device)
         dist.broadcast(numbers, mpu.get_model_parallel_src_rank(), group=self._group)
         return numbers.cpu()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data_utils.command_line import require
 
-# Top-p first sorts this number of candidates, whose total probability is nearly always at least p.
+# Top-p first sorts this number of likely tokens, whose total probability is nearly always at least p.
 _FIRST_CANDIDATES = 1024
 
 

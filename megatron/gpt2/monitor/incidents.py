@@ -42,7 +42,7 @@ class IncidentLog:
 
     attempt: the number of automatic restarts so far.
     host: the name of the machine (default: its host name).
-    iteration: the iteration of new lines. The training loop sets it; before training it is -1.
+    iteration: the iteration of new lines. The training loop sets the iteration; before training it is -1.
     """
 
     def __init__(self, save_directory: str | Path, name: str, *, attempt: int = 0, host: str = "") -> None:
@@ -145,8 +145,9 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 def write_ended(folder: Path, reason: str, iteration: int, exit_code: int) -> None:
     """Write ended.json into the --save folder, if possible.
 
-    The start of a run removes the file. If a job script finds no file, the run has died. Exit codes do not show this:
-    torchrun returns 1 after SIGTERM even if its workers return 0, and stopped and finished runs both return 0.
+    The start of a run removes ended.json. If a job script finds no file, the run has died. Exit codes do not show
+    whether a run has died: torchrun returns 1 after SIGTERM even if its workers return 0, and stopped and finished runs
+    both return 0.
 
     reason: FINISHED, or the reason of the stop.
     """

@@ -72,7 +72,7 @@ class WeightsAndBiases:
         self.close = self._run.finish
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """Send the `numbers` of an iteration."""
+        """Send the `numbers` of an iteration to Weights & Biases."""
         self._run.log(dict(numbers), step=iteration)  # wandb ignores the iterations that a rewound run repeats.
 
 
@@ -104,8 +104,8 @@ class RunLog:
     start_iteration: the iteration at which the run starts. Metrics and samples of later iterations are removed, because
         these steps are repeated. A run that starts at 0 renames the record files of an earlier run.
     metric_writers: writers that also get the metrics. `close` closes them.
-    is_owner: a function that returns whether the folder still belongs to this run. If not, the run writes nothing
-        there.
+    is_owner: a function that returns whether the folder still belongs to this run. If the folder belongs to a different
+        run, nothing is written.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class RunLog:
                 append_line(self.directory / name, json.dumps(record, allow_nan=False))
         except OSError as error:  # A full disk, for example, must not end a run.
             if not self._has_warned:
-                self._has_warned = True  # Set this before `info`, which writes a record, too.
+                self._has_warned = True  # Set before `info`, which also writes a record.
                 self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
 
     def sync(self) -> None:

@@ -1,7 +1,7 @@
 """Named timers that never wait for the device, and torch's profiler for --profile.
 
 On a GPU a timer records a pair of events in the current stream. The log line reads the events after the loss, when most
-of them are complete. The next log line reads the others. On a CPU a timer reads the host's clock.
+of them are complete. The next log line reads the other events. On a CPU a timer reads the host's clock.
 
     with timers("forward"):
         loss = model(tokens)
@@ -48,7 +48,7 @@ class DeviceTimer:
     is_running = False  # `Timers.running` returns only host timers.
 
     def __init__(self) -> None:
-        self._pending: list[list[torch.cuda.Event]] = []  # [start event, end event] of each interval
+        self._pending: list[list[torch.cuda.Event]] = []  # [start event, end event] of each measured interval.
         self._free: list[list[torch.cuda.Event]] = []  # Used pairs of events, because creating events is slow.
 
     def __enter__(self) -> None:
@@ -116,7 +116,7 @@ def start_profiler(
     Call `step` of the profiler after each iteration, and `stop` if the run ends before `end`. The iteration before the
     first profiled one is a warmup. Evaluations between profiled iterations are profiled, too. After the last profiled
     iteration, the profiler writes a Chrome trace into `folder` and logs a table of the slowest operations. The table is
-    sorted by self time; on a GPU this is the time of the kernels of an operation.
+    sorted by self time; on a GPU the self time is the time of the kernels of an operation.
 
     iterations: (first, last) of --profile, or ().
     start, end: the run has the iterations `start` + 1 to `end`.

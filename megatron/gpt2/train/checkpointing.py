@@ -240,7 +240,8 @@ def checkpoint_files(
 
 
 def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
-    """Return the checkpoint that a program would load from the --save folder, or None if it has no complete one."""
+    """Return the checkpoint that a program would load from the --save folder, or None if the folder has no complete
+    checkpoint."""
     try:
         return open_checkpoint(folder)
     except ValueError:

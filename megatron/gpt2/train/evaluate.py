@@ -107,8 +107,8 @@ def prompts_from_split(trainer: Trainer, count: int) -> list[str]:
 
 
 def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
-    """Return {description: bits per byte} of simple compressors, to compare the model with. They compress the part of
-    the validation split on which the run was evaluated. The values are None for long texts and blended data."""
+    """Return {description: bits per byte} of simple compressors, to compare the model with. The compressors get the
+    part of the validation split on which the run was evaluated. The values are None for long texts and blended data."""
     train_split, valid, tokenizer = trainer.data.splits.train, trainer.data.splits.valid, trainer.data.tokenizer
     if (
         not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset))

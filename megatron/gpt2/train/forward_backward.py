@@ -70,8 +70,8 @@ class ForwardBackward:
             dist.all_reduce(torch.zeros((), device=state.buffer.params.device), group=self._group)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run forward and backward of all micro-batches. The reducer gets the gradients. Return the loss of each
-        micro-batch, float32 on the device, or a single 0 if another pipeline stage computes the loss."""
+        """Run forward and backward of all micro-batches. The gradients are added to the reducer. Return the loss of
+        each micro-batch, float32 on the device, or a single 0 if another pipeline stage computes the loss."""
         self.micro_batches = micro_batches
         self._losses = []
         self._state.reducer.begin(len(micro_batches))

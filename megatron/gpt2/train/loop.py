@@ -20,7 +20,7 @@ from megatron.gpt2.train.not_finite import find_first_not_finite
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 
-READ_DELAY = 4  # The host reads a value of the device this number of steps later.
+READ_DELAY = 4  # The host reads a value this number of steps after the device has computed it.
 
 
 def train(trainer: Trainer) -> str:
@@ -116,7 +116,7 @@ class DelayedScalarReader:
 
     A call starts an asynchronous copy of the current value into pinned memory. The call returns the value of READ_DELAY
     calls before; the first calls return 0. The host waits only for the old copy. If a value is equal on all ranks, the
-    ranks also read it at the same step, so they can branch on it.
+    ranks also read the value at the same step, so a branch may depend on this value.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class DelayedScalarReader:
 
 
 class IterationLogger:
-    """Writes a log line every --log-interval iterations. Between log lines it does not wait for the device."""
+    """Writes a log line every --log-interval iterations. Between log lines the host does not wait for the device."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -160,7 +160,7 @@ class IterationLogger:
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:
             trainer.data.check_batches_match(iteration)
             self.log()
-            # Read the newest value. This does not wait, because the log line has already waited for the device.
+            # int() does not wait here, because the log line has already waited for the device.
             in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))
         return in_a_row
 

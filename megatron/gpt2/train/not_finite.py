@@ -21,7 +21,7 @@ from megatron.gpt2.monitor.incidents import FOLDER, rank_file_name
 from megatron.gpt2.train.trainer import Trainer
 
 PHASES = ("weight", "output", "gradient")  # The kinds of observed tensors, in the order of a step.
-Observer = Callable[[str, str, Any], None]  # Its arguments are phase, name and tensor; other objects are ignored.
+Observer = Callable[[str, str, Any], None]  # Called with phase, name and tensor; ignores other objects.
 
 
 def find_first_not_finite(trainer: Trainer) -> str:
@@ -30,8 +30,8 @@ def find_first_not_finite(trainer: Trainer) -> str:
     sample indices into a file in the folder of the incident log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
-    seen: list[tuple[str, str]] = []  # (phase, name) of each observed tensor, in the order of the step
-    all_finite: list[Tensor] = []  # On the device, so that the host does not wait.
+    seen: list[tuple[str, str]] = []  # (phase, name) of each observed tensor, in the order of the step.
+    all_finite: list[Tensor] = []  # These tensors stay on the device, so that the host does not wait.
 
     def observe(phase: str, name: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -92,7 +92,7 @@ def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
                 hooks.enter_context(module.register_forward_hook(see))
         for method in ("add", "add_rows", "collect"):
             setattr(reducer, method, functools.partial(observed, getattr(reducer, method)))
-            hooks.callback(delattr, reducer, method)  # This restores the method of the class.
+            hooks.callback(delattr, reducer, method)  # Deleting the attribute restores the class's method.
         yield
 
 

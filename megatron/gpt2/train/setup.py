@@ -88,7 +88,7 @@ class RunContext:
 
     @cached_property
     def incidents(self) -> IncidentLog:
-        """The incident log of this rank. Its default iteration is the one at which the run starts."""
+        """The incident log of this rank. The default iteration of its lines is that at which the run starts."""
         incident_log = self.rank_info.incidents or IncidentLog(self.save_directory, rank_file_name(self.rank_info.rank))
         incident_log.iteration = self.resume_metadata.get("iteration", 0)
         return incident_log
@@ -120,8 +120,8 @@ class RunContext:
         return -(-self.batch_schedule.samples_after_steps(self.train_iters) // self.global_batch_size)
 
     def metadata(self) -> dict[str, Any]:
-        """Return the settings that affect the results of the run, without its layout. A checkpoint stores them as
-        JSON."""
+        """Return the settings that affect the results of the run, without its layout. A checkpoint stores these
+        settings as JSON."""
         return {
             "config": self.config.as_dict(),
             "train_iters": self.train_iters,
@@ -156,7 +156,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     device, dtype, backend, keeps_freed_memory = _choose_hardware(config, rank_info, hooks, log)
     resume_metadata = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = resume_metadata.get("iteration", 0), resume_metadata.get("consumed_samples", 0)
-    # This raises ValueError before the text is tokenised if the batch size does not fit the ranks.
+    # Before the text is tokenised, raise ValueError if the batch size does not fit the ranks.
     batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
     tokenizer, splits = _prepare_data(arguments, checkpoint, log)

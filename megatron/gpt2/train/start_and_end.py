@@ -96,7 +96,8 @@ class ProcessState:
             trainer.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):
                 trainer.log.info(f"stopped: {error}")
-                # All ranks stop after the same step, so they can wait for a save. It fails if the storage is too slow.
+                # All ranks stop after the same step, so they can wait for a save. The save fails if the storage is too
+                # slow.
                 with contextlib.suppress(StopRun):
                     trainer.checkpoints.finish()
                 return 1
@@ -124,7 +125,7 @@ class ProcessState:
 def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     """Record the start in the incident log. Log the start table, and warnings about the data.
 
-    warnings: warnings that were printed before the run had a log. They are added to the history of the run.
+    warnings: warnings that were printed before the run had a log. The warnings are added to the history of the run.
     """
     context, config, parallel, progress = trainer.context, trainer.config, trainer.parallel, trainer.progress
     if parallel.rank == 0:

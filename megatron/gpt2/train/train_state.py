@@ -104,8 +104,8 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
 
 
 def attention_lines(context: RunContext, parallel: mpu.ParallelState) -> list[str]:
-    """Choose the attention kernel. Return log lines about the choice. A line warns if attention dropout is slow with
-    this kernel, or if its masks depend on the layout."""
+    """Choose the attention kernel. Return log lines about the choice of the kernel. A line warns if attention dropout
+    is slow with this kernel, or if its masks depend on the layout."""
     config, device = context.config, context.device
     model, train = config.model, config.train
     choice = choose_attention(

@@ -40,7 +40,7 @@ def train_step(trainer: Trainer) -> None:
 
 def tokens_in_global_batch(trainer: Trainer, batch: Batch) -> float | Tensor:
     """Return the number of tokens with a loss in this step, over all ranks. With --eod-mask-loss the number depends on
-    the text and is a float32 scalar on the device. Otherwise it is a float."""
+    the text and is a float32 scalar on the device. Without this flag the number is a float."""
     if not trainer.config.data.eod_mask_loss:
         return float(trainer.current_global_batch_size * batch.labels.size(1))
     return all_reduce_scalars([batch.mask.sum()], trainer.parallel.data_parallel_group)[0].float().clamp_min(1.0)

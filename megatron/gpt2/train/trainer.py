@@ -83,8 +83,8 @@ class Trainer:
         return self.context.batch_schedule.size(self.progress.consumed_samples)
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Return the model FLOPs utilisation (MFU) at this speed: the FLOP/s that the model needs, divided by the peak
-        FLOP/s of all devices."""
+        """Return the model FLOPs utilisation (MFU) at a speed of `tokens_per_second`: the FLOP/s that the model needs,
+        divided by the peak FLOP/s of all devices."""
         flops = self.config.model.flops_per_token(self.config.data.seq_length)
         return tokens_per_second * flops / (self.peak_flops[0] * self.parallel.world_size)
 
@@ -94,7 +94,7 @@ class Trainer:
         progress, end = self.progress, self.progress.consumed_samples
         self.checkpoints.finish()
         self.state.param_gather.finish_param_sync()
-        # A rewind loads the whole state, although the run may have started with one of these flags.
+        # A rewind loads the whole state, even if the run was started with --finetune, --no-load-optim or --no-load-rng.
         checkpoint_config = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
         source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=checkpoint_config))
         progress.iteration, progress.consumed_samples, _ = load_checkpoint(
@@ -188,7 +188,7 @@ def initialize_groups(context: RunContext, log: Log) -> mpu.ParallelState:
 
 def open_log(context: RunContext, iteration: int, lease: Lease | None) -> RunLog:
     """Open the log of a run that starts at `iteration`. The rank with the `lease` of the --save folder also writes
-    config.json and the tokenizer. If the run is new, it renames the folder `best` of an earlier run."""
+    config.json and the tokenizer. At the start of a new run, this rank renames the folder `best` of an earlier run."""
     active = lease is not None
     log = RunLog(
         context.save_directory,

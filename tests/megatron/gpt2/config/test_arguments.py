@@ -33,7 +33,7 @@ def read(line: str) -> Arguments:
     return parse(line.split())
 
 
-TRAINED = " --tokenizer-type builtin --vocab-size 2048"  # A run gets these values from its tokenizer.
+TRAINED = " --tokenizer-type builtin --vocab-size 2048"  # A run gets kind and vocabulary size from its tokenizer.
 
 
 def saved(line: str) -> dict[str, dict[str, object]]:
@@ -270,7 +270,8 @@ def test_without_a_model_the_run_of_the_checkpoint_continues():
         SMALL + "--batch-size 3 --train-data a b --split 8,1,1 --warmup .3 --fp16 --seed 7 --lr-decay-style WSD "
         "--min-lr 1e-4"
     )
-    before = saved(line + " --device cpu --exit-interval 5")  # These two settings are not taken from the checkpoint.
+    # A continued run does not take --device and --exit-interval from the checkpoint.
+    before = saved(line + " --device cpu --exit-interval 5")
     assert merge_checkpoint(read("--load x"), before).config == read(line + " --load x" + TRAINED).config
     longer = merge_checkpoint(read("--load x --train-tokens 99 --data-path p"), before).config
     assert (longer.train.train_iters, longer.data.train_data, longer.data.data_path) == (None, (), ("p",))

@@ -101,7 +101,7 @@ def test_the_page_of_flags_is_up_to_date():
     )
 
 
-# The most common keys in the examples and the documentation of DeepSpeed
+# The keys that occur most often in DeepSpeed's examples and documentation
 WHOLE = """
     {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5, "steps_per_print": 10, "wall_clock_breakdown": false, "fp16": {"enabled": true,

@@ -44,7 +44,7 @@ for task in "${tasks[@]}"; do wait "$task" || exit; done
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launchers")
-    os.utime(write_text(folder), (1e9, 1e9))  # The hash of a file with an old mtime is stored, so it is computed once.
+    os.utime(write_text(folder), (1e9, 1e9))  # The hash of a file with an old mtime is stored.
     return folder
 
 
