@@ -181,11 +181,11 @@ def loading(smoke: bool) -> dict[str, Any]:
         dataset = build_splits(train_data=(), **given, seq_length=SEQUENCE, log=print).train
         order = SampleOrder(len(dataset), seed=1234)
         dataset.rows(np.arange(len(dataset)))  # Reading all rows brings every page into memory.
-        ways = {
+        loaders = {
             "nanoGPT": lambda: nanogpt_batches(tokens),
             "ours": lambda: our_batches(dataset, order),
         }
-        times = harness.alternate(ways, 9)
+        times = harness.alternate(loaders, 9)
     figures = {name: statistics.median(values) for name, values in times.items()}
     print(
         "\n"
@@ -204,10 +204,10 @@ def microseconds_per_sample(work: Callable[[], object], count: int = 100) -> flo
 
 def nanogpt_batches(prefix: Path) -> float:
     def work() -> None:
-        data = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
-        places = torch.randint(len(data) - SEQUENCE, (BATCH,))
+        tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
+        starts = torch.randint(len(tokens) - SEQUENCE, (BATCH,))
         for first in (0, 1):  # `first` is 0 for inputs and 1 for labels.
-            parts = (data[i + first : i + first + SEQUENCE].astype(np.int64) for i in places)
+            parts = (tokens[i + first : i + first + SEQUENCE].astype(np.int64) for i in starts)
             torch.stack([torch.from_numpy(part) for part in parts])
 
     return microseconds_per_sample(work)

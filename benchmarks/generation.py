@@ -52,18 +52,20 @@ class IdOnlyTokenizer:
 
 def generate_ours(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[list[list[int]], list[float]]:
     """Return the new tokens, and the time at the end of each step."""
-    made = [GenerationRequest(prompt, SamplingParams(temperature=0, max_new_tokens=new)) for prompt in prompts.tolist()]
+    requests = [
+        GenerationRequest(prompt, SamplingParams(temperature=0, max_new_tokens=new)) for prompt in prompts.tolist()
+    ]
     ends = [time.perf_counter()]
-    for generated in Generator(model, IdOnlyTokenizer(model.vocab_size)).stream(made):  # type: ignore[arg-type]
-        if generated.number == len(made) - 1:
+    for generated in Generator(model, IdOnlyTokenizer(model.vocab_size)).stream(requests):  # type: ignore[arg-type]
+        if generated.number == len(requests) - 1:
             ends.append(time.perf_counter())
-    return [c.ids for c in made], ends
+    return [c.ids for c in requests], ends
 
 
 def generate_transformers(model: Any, prompts: torch.Tensor, new: int) -> list[list[int]]:
     mask, length = torch.ones_like(prompts), {"max_new_tokens": new, "min_new_tokens": new}
-    made = model.generate(prompts, attention_mask=mask, **length, do_sample=False, pad_token_id=0)
-    ids: list[list[int]] = made[:, prompts.size(1) :].tolist()
+    outputs = model.generate(prompts, attention_mask=mask, **length, do_sample=False, pad_token_id=0)
+    ids: list[list[int]] = outputs[:, prompts.size(1) :].tolist()
     return ids
 
 
@@ -98,13 +100,13 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
 def time_by_position(model: GPT2Model, early: int, late: int, rounds: int) -> dict[str, Any]:
     """Return the median milliseconds of a generated token near the positions `early` and `late` of the context."""
 
-    def median(place: int) -> float:
-        prompts = torch.randint(model.vocab_size, (1, place - 8))
+    def median(position: int) -> float:
+        prompts = torch.randint(model.vocab_size, (1, position - 8))
         ends = generate_ours(model, prompts, 16)[1][1:]  # Skip the first token, whose time includes reading the prompt.
         return statistics.median(1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False))
 
-    times = harness.alternate({str(place): partial(median, place) for place in (early, late)}, 2 * rounds)
-    medians = {place: statistics.median(values) for place, values in times.items()}
+    times = harness.alternate({str(position): partial(median, position) for position in (early, late)}, 2 * rounds)
+    medians = {position: statistics.median(values) for position, values in times.items()}
     return {"milliseconds": medians, "ratio": medians[str(late)] / medians[str(early)]}
 
 
@@ -114,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, help="default: both")
     args = harness.parse_args(parser, argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    config, length, new, places = (TINY, 8, 8, (8, 48)) if args.smoke else (GPT2, 64, 64, (100, 1000))
+    config, length, new, positions = (TINY, 8, 8, (8, 48)) if args.smoke else (GPT2, 64, 64, (100, 1000))
     mpu.initialize_model_parallel(1)
     result: dict[str, Any] = {
         **harness.header("generation"),
@@ -138,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
             result["speed"].append({"precision": precision, **row})
             speeds = "{ours:10.1f}{transformers:14.1f}".format(**row["tokens_per_second"])
             print(f"{precision}, batch {batch:<11}{speeds}{row['ratio']:8.2f}", flush=True)
-        row = time_by_position(stored, *places, args.rounds)
+        row = time_by_position(stored, *positions, args.rounds)
         result["by_position"].append({"precision": precision, **row})
         ms = " and ".join(f"{ms:.1f}" for ms in row["milliseconds"].values())
         where = " and ".join(row["milliseconds"])

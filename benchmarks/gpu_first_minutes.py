@@ -135,8 +135,8 @@ def begin(path: Path, stages: list[str], *, smoke: bool, again: bool) -> None:
     the results of stages to measure again."""
     head: dict[str, Any] = {**harness.header("first minutes"), "smoke": smoke}
     known = harness.load_earlier(path, head, "smoke") or {"stages": {}}
-    kept = {name: found for name, found in known["stages"].items() if not again or name not in stages}
-    harness.write_json(path, {**head, "stages": kept})
+    earlier = {name: found for name, found in known["stages"].items() if not again or name not in stages}
+    harness.write_json(path, {**head, "stages": earlier})
 
 
 def is_done(path: Path, name: str) -> bool:

@@ -37,12 +37,16 @@ GRACE = 3.0  # seconds that a program has after SIGTERM to end its own processes
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Make a parser with --output and --smoke."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--output", metavar="DIR", type=Path, help="folder of the results (default: benchmarks/results)")
-    made.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, to check the script; needs --output")
-    return made
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="folder of the results (default: benchmarks/results)"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes on the CPU, to check the script; needs --output"
+    )
+    return parser
 
 
 def parse_args(made: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:

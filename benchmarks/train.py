@@ -89,8 +89,12 @@ def select_arms(args: argparse.Namespace) -> list[Arm]:
     if gpu and args.part == 5:
         arms = OURS_ONLY_ARMS
         if args.smoke:  # A smoke run changes only the dropout of a workload, not its size.
-            kept = [{name: value for name, value in arm.changes.items() if name == "dropout"} for arm in arms]
-            arms = [dataclasses.replace(arm, changes=changes) for arm, changes in zip(arms, kept, strict=True)]
+            dropout_changes = [
+                {name: value for name, value in arm.changes.items() if name == "dropout"} for arm in arms
+            ]
+            arms = [
+                dataclasses.replace(arm, changes=changes) for arm, changes in zip(arms, dropout_changes, strict=True)
+            ]
     elif gpu and args.part in (3, 4):
         peer = fastest_peer(args.output) or ("nanoGPT compiled" if args.nanogpt else "HF compiled")
         arms = [arm for arm in arms if arm.name in ("ours compiled", peer)]

@@ -156,8 +156,8 @@ def allocation(cfg: StageConfig) -> dict[str, Any]:
     def allocate() -> None:
         torch.ones(1 << (16 if cfg.smoke else 32), dtype=torch.uint8, device=cfg.device)
 
-    first, second = (1000 * harness.call_seconds(allocate, cfg.device, 1)[0] for _ in range(2))
-    return {"settings": os.environ.get("PYTORCH_ALLOC_CONF", ""), "first_ms": first, "second_ms": second}
+    first_ms, second_ms = (1000 * harness.call_seconds(allocate, cfg.device, 1)[0] for _ in range(2))
+    return {"settings": os.environ.get("PYTORCH_ALLOC_CONF", ""), "first_ms": first_ms, "second_ms": second_ms}
 
 
 # --- expandable: the allocation of stage `machine` with expandable segments, which some drivers do not have -----------

@@ -109,8 +109,8 @@ def planned_config(words: Sequence[str]) -> Config:
     """Return the configuration that the flags describe, completed with the vocabulary size and the shape of the
     checkpoint that the run would continue. `planned_config` reads no text."""
     arguments = parse(words)
-    where = arguments.checkpoint
-    checkpoint = find_checkpoint(where.load or str(where.save), log=lambda line: None, verify=False)
+    folders = arguments.checkpoint
+    checkpoint = find_checkpoint(folders.load or str(folders.save), log=lambda line: None, verify=False)
     if checkpoint is not None and "config" in checkpoint.metadata:
         arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], saved_decay_iters(checkpoint.metadata))
     config = arguments.config

@@ -137,7 +137,7 @@ def available_memory(device: torch.device, local_world_size: int = 1) -> tuple[i
             except (OSError, ValueError):  # The file does not exist or contains "max".
                 continue
     by = f", shared by {local_world_size} ranks" if local_world_size > 1 else ""
-    shared = [(size // local_world_size, where + by) for size, where in limits if size is not None]
+    shared = [(size // local_world_size, origin + by) for size, origin in limits if size is not None]
     return min([*shared, *_process_limit()], default=(1 << 62, "no limit is known"))
 
 

@@ -121,10 +121,12 @@ def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
         idle *= ZERO_BUBBLE
     elif chunks > 1:  # The interleaved schedule needs whole groups of p micro-batches.
         idle += -m % p * stage
-    data = float(cluster.all_reduce(SUM_BYTES * parameters, dp, tp, link=cluster.data_link)) if dp > 1 else 0.0
+    data_seconds = float(cluster.all_reduce(SUM_BYTES * parameters, dp, tp, link=cluster.data_link)) if dp > 1 else 0.0
     # The reduction of gradients overlaps with the backward pass of the last micro-batch.
-    data = data * m if parallel.shard_gradients else max(data - stage * 2 / 3, data / m / 10)
-    step = m * (stage + head_flops / tp / rate) + idle + 2 * send * (m * chunks + p - 1) + data + cluster.step
+    data_seconds = (
+        data_seconds * m if parallel.shard_gradients else max(data_seconds - stage * 2 / 3, data_seconds / m / 10)
+    )
+    step = m * (stage + head_flops / tp / rate) + idle + 2 * send * (m * chunks + p - 1) + data_seconds + cluster.step
     step += cluster.adam * owned
     if parallel.partition_activations:
         step *= 1 + PARTITIONED

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         start = min(event["ts"] for trace in traces for event in trace["traceEvents"] if event.get("cat") == "cpu_op")
         spans = [span for number, trace in enumerate(traces) for span in measured_spans(number, trace, start)]
         ranks = [trace.get("distributedInfo", {}).get("rank", 0) for trace in traces]
-        about, how = f"Measured on {plural(len(ranks), 'rank')} by torch's profiler, which slows the run.", "measured"
+        about, kind = f"Measured on {plural(len(ranks), 'rank')} by torch's profiler, which slows the run.", "measured"
     else:
         require(chosen.cluster and chosen.ranks, "give --cluster and --ranks, or --traces")
         cluster, _ = read_cluster(chosen.cluster)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{' × '.join(map(str, sizes))}, {inputs.num_microbatches} micro-batches. The lanes are those of the first "
             "rank of each stage; the other ranks of a stage do the same."
         )
-        how = "modelled"
+        kind = "modelled"
     chosen.output.write_text(page(about, ranks, spans), encoding="utf-8")
     seconds = max(span.end for span in spans)
-    print(f"{chosen.output}: {seconds:.4g} s ({how}), {len(spans):,} kernels, collectives and messages")
+    print(f"{chosen.output}: {seconds:.4g} s ({kind}), {len(spans):,} kernels, collectives and messages")

@@ -134,13 +134,13 @@ def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
 def _elementwise(*args: Any, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
     """Return the output of an element-wise operator. The dimensions of the output have the same order in memory as
     those of the first argument with the output's shape."""
-    given = tensors_in(args)
-    shape = tuple(np.broadcast_shapes(*(x.shape for x in given)))
-    like = next((x for x in given if x.shape == shape), None)
+    tensors = tensors_in(args)
+    shape = tuple(np.broadcast_shapes(*(x.shape for x in tensors)))
+    like = next((x for x in tensors if x.shape == shape), None)
     order = list(range(len(shape)))
     if like is not None and memory_format != torch.contiguous_format:
         order.sort(key=lambda dim: -like.stride()[dim])
-    dtype = dtype or torch.result_type(given[0], given[-1])
+    dtype = dtype or torch.result_type(tensors[0], tensors[-1])
     return torch.empty_permuted(shape, order, dtype=dtype, device=META)
 
 
@@ -334,14 +334,14 @@ class Recorder(TorchDispatchMode):
     def call_kernel(self, kernel: TritonKernel, *args: Any) -> Any:
         """Record a Triton kernel as one operator. `kernel.fake` makes the outputs, because a call of the custom
         operator would load torch's compiler."""
-        given = tensors_in(args)
-        if not given[0].is_cuda:
+        tensors = tensors_in(args)
+        if not tensors[0].is_cuda:
             return kernel.reference(*args)
         self._in_kernel = True
         with torch.no_grad():
             out = kernel.fake(*args)
         self._in_kernel = False
-        self._record(kernel.name, given, tensors_in([args[index] for index in kernel.written]), out, self.device)
+        self._record(kernel.name, tensors, tensors_in([args[index] for index in kernel.written]), out, self.device)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -188,9 +188,9 @@ def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None
 def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failure:
     """Return the failure if a launcher reports that a signal ended a rank."""
     name, at = incident["signal"], at_iteration(incidents)
-    how = f"{ended_rank(incident)} was ended by {name}{at}"
+    text = f"{ended_rank(incident)} was ended by {name}{at}"
     if name != "SIGKILL":
-        return Failure("crashed rank", how)
+        return Failure("crashed rank", text)
     killed = [other for other in incidents if other["kind"] == "rank ended" and other["signal"] == name]
     # A machine is lost if all of its ranks were lost. The ranks that a launcher kills after the first failure do not
     # count: no other rank reports them as lost.
@@ -205,9 +205,9 @@ def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failur
         other["rank"] for other in killed if other["first"] and abs(other["time"] - incident["time"]) < KILL_WINDOW
     }
     if len(at_once) > 1:
-        what = f"{len(at_once)} ranks were ended by {name} at once{at}, {ended_rank(incident)} first"
-        return Failure("killed job", what)
-    return Failure("killed rank", how)
+        job_text = f"{len(at_once)} ranks were ended by {name} at once{at}, {ended_rank(incident)} first"
+        return Failure("killed job", job_text)
+    return Failure("killed rank", text)
 
 
 def _hang_failure(incidents: Sequence[Incident]) -> Failure:
@@ -219,9 +219,9 @@ def _hang_failure(incidents: Sequence[Incident]) -> Failure:
     missing: list[int] = next((incident["ranks"] for incident in hangs if incident["ranks"]), [])
     stack: list[str] = next((i["stack"] for i in hangs if reporting_rank(i) in missing and i["stack"]), [])
     own_lines = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
-    who, at = format_ranks(missing, {}) if missing else "a rank", f", at {own_lines[-1]}" if own_lines else ""
+    ranks, at = format_ranks(missing, {}) if missing else "a rank", f", at {own_lines[-1]}" if own_lines else ""
     kind = "hang in data loading" if any(LOADING_LINE.search(line) for line in stack) else "hang"
-    return Failure(kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(incidents)}")
+    return Failure(kind, f"{ranks} did not reach a collective that the others had entered{at}{at_iteration(incidents)}")
 
 
 def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:

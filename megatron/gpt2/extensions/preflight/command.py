@@ -101,9 +101,9 @@ def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int
         by_problem[finding.problem].append(rank)
     compared, rows = by_problem.pop("", []), []
     for problem, ranks in by_problem.items():
-        where = "" if len(ranks) == len(found) else f"{format_ranks(ranks, hosts)}: "
+        prefix = "" if len(ranks) == len(found) else f"{format_ranks(ranks, hosts)}: "
         first = found[ranks[0]]
-        rows.append(CheckResult(name, where + problem, first.fix, "WARN" if first.is_warning else "FIX"))
+        rows.append(CheckResult(name, prefix + problem, first.fix, "WARN" if first.is_warning else "FIX"))
     for key in dict.fromkeys(key for rank in compared for key in found[rank].must_match):
         values = {rank: found[rank].must_match.get(key, "none") for rank in compared}
         # If two values are equally frequent, the first rank's value counts as the common one.
@@ -264,9 +264,9 @@ def check_save_folder(arguments: Arguments, rank_info: RankInfo, context: RunCon
         if needed > free:
             return Finding(problem=text, fix="free space, or keep fewer checkpoints: --keep-last")
         if rank_info.local_rank == 0:
-            data, start = os.urandom(WRITE_TEST_BYTES), time.perf_counter()
+            random_bytes, start = os.urandom(WRITE_TEST_BYTES), time.perf_counter()
             with tempfile.TemporaryFile(dir=existing) as file:
-                file.write(data)
+                file.write(random_bytes)
                 flush_to_disk(file)
             text += f", {WRITE_TEST_BYTES / 1e6 / (time.perf_counter() - start):.0f} MB/s"
         return Finding(text)
@@ -299,15 +299,15 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
     available, limit = available_memory(context.device, rank_info.local_world_size)
     try:
         total = in_mb(estimate_memory(memory_inputs(context)).total)
-        short, _, ways = memory_shortage(context, rank_info.local_world_size).partition(": ")
+        short, _, changes = memory_shortage(context, rank_info.local_world_size).partition(": ")
         memory = f"{total} MB of {in_mb(available)} MB ({limit})"
     except Exception as error:
-        memory, short, ways = describe_failure(error), "", ""
-    data = context.splits.fingerprint[:12]
+        memory, short, changes = describe_failure(error), "", ""
+    fingerprint = context.splits.fingerprint[:12]
     return {
-        "data": Finding(f"{data} on every rank", SAME_FILES, must_match={"training data": data}),
+        "data": Finding(f"{fingerprint} on every rank", SAME_FILES, must_match={"training data": fingerprint}),
         "length": Finding(length, fix, problem, is_warning=samples >= batch),
-        "memory": Finding(memory, ways, short),
+        "memory": Finding(memory, changes, short),
     }
 
 

@@ -253,8 +253,8 @@ class CompletionResponse(Response):
                 (b"x-accel-buffering", b"no"),  # nginx reads this header.
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        data = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+        text = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
+        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
 
     async def _end(self, error: ApiError) -> None:
         if self._began:

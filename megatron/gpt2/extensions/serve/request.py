@@ -301,11 +301,11 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
     """Return the text of a token. A token that is a part of a character gets OpenAI's form "bytes:\xe2\x80"."""
     if token == tokenizer.eod:
         return END_NAME
-    data = tokenizer.token_bytes[token]
+    token_bytes = tokenizer.token_bytes[token]
     try:
-        return data.decode("utf-8")
+        return token_bytes.decode("utf-8")
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 def log_probability(probability: float) -> float:

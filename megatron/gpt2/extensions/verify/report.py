@@ -160,9 +160,9 @@ def explain_mismatch(result: LayoutResult) -> list[str]:
     comparison = result.comparison
     (key, _, shape, _), found = comparison.mismatches[0]
     when = f"in step {key.step}" if key.step else "before the first step"
-    where = f", on {format_ranks(found.ranks, {})}" if found.ranks else ""
+    on_ranks = f", on {format_ranks(found.ranks, {})}" if found.ranks else ""
     lines = [
-        f"{result.layout.name}: the first difference is {when}, {key.name} ({key.kind}){where}",
+        f"{result.layout.name}: the first difference is {when}, {key.name} ({key.kind}){on_ranks}",
         describe_mismatch(key, found, math.prod(shape)),
     ]
     if (factor := found.factor) is not None and abs(factor - 1) > 1e-3:

@@ -130,9 +130,9 @@ class ReplicaCheck(Hook):
             if differing:
                 tensors_by_ranks.setdefault(tuple(differing), []).append(tensor)
         for differing_ranks, tensors in tensors_by_ranks.items():
-            who = format_ranks(differing_ranks, self._hosts)
+            rank_names = format_ranks(differing_ranks, self._hosts)
             hold, others = ("hold", "each other") if len(differing_ranks) > 1 else ("holds", "the other replicas")
-            yield f"{who} {hold} a different {describe_tensors(tensors)} than {others}, since {self._last_match}"
+            yield f"{rank_names} {hold} a different {describe_tensors(tensors)} than {others}, since {self._last_match}"
 
 
 def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Tensor, ElementRanges]]:

@@ -41,8 +41,8 @@ MB = 2**20
 
 
 def config(flags: str, vocab_size: int = 50257) -> Config:
-    made = parse(flags.split()).config
-    return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=vocab_size))
+    parsed = parse(flags.split()).config
+    return dataclasses.replace(parsed, model=dataclasses.replace(parsed.model, vocab_size=vocab_size))
 
 
 def gpu_inputs(flags: str, ranks: int = 1) -> MemoryInputs:

@@ -139,9 +139,9 @@ def test_the_page_of_a_real_step(tmp_path: Path):
         torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
     profiled.export_chrome_trace(str(path))
     show_step(["--traces", str(path), "--output", str(page)])
-    data = re.search(r'type="application/json">(.*)</script>', page.read_text(encoding="utf-8"))
-    assert data
-    spans = json.loads(data[1])["spans"]
+    match = re.search(r'type="application/json">(.*)</script>', page.read_text(encoding="utf-8"))
+    assert match
+    spans = json.loads(match[1])["spans"]
     assert [span[:3] + span[5:] for span in spans if span[2] != "aten::ones"] == [
         [0, "compute", "aten::linear", "[2, 3] × [4, 3]"]
     ]

@@ -177,9 +177,9 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_the_first_cause_is_named(name: str):
-    noted, kind, said = FAILURES[name]
-    failure = first_cause([*ranks_started(), *noted], {})
-    assert failure.kind == kind and re.search(said, failure.cause), failure
+    incidents, kind, pattern = FAILURES[name]
+    failure = first_cause([*ranks_started(), *incidents], {})
+    assert failure.kind == kind and re.search(pattern, failure.cause), failure
     assert not failure.is_success and kind in KINDS
 
 

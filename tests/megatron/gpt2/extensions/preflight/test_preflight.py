@@ -140,11 +140,11 @@ def test_each_planted_defect_is_found(tmp_path: Path):
         assert try_lock(lock)
         lock.write(b"process 7 on a machine\n")
         lock.flush()
-        first, second = run_ranks(results_of_defects, 2, tmp_path)
-    assert first == second, "the ranks would end with different exit codes"
+        of_rank_0, of_rank_1 = run_ranks(results_of_defects, 2, tmp_path)
+    assert of_rank_0 == of_rank_1, "the ranks would end with different exit codes"
     assert not (tmp_path / "save").exists(), "a check left a file"
     for name, (expected, *_) in DEFECTS.items():
-        odd = [row for row in first[name] if row.mark != "ok"]
+        odd = [row for row in of_rank_0[name] if row.mark != "ok"]
         assert list(dict.fromkeys(row.name for row in odd)) == list(expected), (name, odd)
         assert {row.mark for row in odd} <= {"WARN" if "too often" in name else "FIX"}
         for check, pattern in expected.items():

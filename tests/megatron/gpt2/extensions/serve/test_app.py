@@ -229,9 +229,9 @@ def test_bad_clients_leave_it_serving(served: RunningServer, monkeypatch: pytest
     assert served.send("POST", "/v1/completions", "{}", {})[0] == 415
     assert served.send("POST", "/v1/completions", (bytes(1_000_000) for _ in range(100)))[0] == 413, "in chunks"
     assert served.send("GET", "/v1/completions")[0] == 405 and served.send("GET", "/nowhere")[0] == 404
-    for data in b"\0\xff" * 500, post_request(60, b"{"):
+    for request in b"\0\xff" * 500, post_request(60, b"{"):
         with socket.create_connection(("127.0.0.1", served.port)) as connection:
-            connection.sendall(data)
+            connection.sendall(request)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
         connection.sendall(post_request(60, b"{"))

@@ -47,9 +47,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def generate_texts(prompts: list[str], **settings: Any) -> list[str]:
     """Generate texts with the model of `saved` in this process."""
-    made = [GenerationRequest(TOKENIZER.encode(prompt), SamplingParams(**settings)) for prompt in prompts]
-    generate(GPT2Model(CONFIG).eval(), TOKENIZER, made)
-    return [TOKENIZER.decode(c.ids) for c in made]
+    requests = [GenerationRequest(TOKENIZER.encode(prompt), SamplingParams(**settings)) for prompt in prompts]
+    generate(GPT2Model(CONFIG).eval(), TOKENIZER, requests)
+    return [TOKENIZER.decode(c.ids) for c in requests]
 
 
 class ServerProcess:

@@ -129,8 +129,8 @@ SPLIT = "--model-parallel-size 2 --sequence-parallel"
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("verify")
-    where = ["--train-data", str(write_text(folder)), "--data-cache-path", str(folder / "cache")]
-    return ["--", *SMALL, *"--hidden-size 32 --seq-length 16 --micro-batch-size 2".split(), *where]
+    data_flags = ["--train-data", str(write_text(folder)), "--data-cache-path", str(folder / "cache")]
+    return ["--", *SMALL, *"--hidden-size 32 --seq-length 16 --micro-batch-size 2".split(), *data_flags]
 
 
 def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -140,7 +140,7 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
     other = f"{SPLIT} --dropout-rng torch"
     against = ["--against", str(trace), "--layout", "", "--layout", other, "--html", str(page)]
     assert main([*against, *command]) == 1
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert re.search(
         r"\nranks .*\n +1  equal to the bit +100.0% +0 +0 +0 +0  \(no flags\)\n"
         rf" +2  DIFFERS .*  {other}\n(?s:.*)\n{other}: the first difference is in step 1, embeddings "
@@ -148,7 +148,7 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
         r"    by [\d.e+]+ units of roundoff \(rounding explains \d+\): at sample \d, position \d+, "
         r"channel \d+ it is \S+ instead of \S+\n    made by the reduce-scatter of the word embeddings, .* or dropout, "
         r"forward\n    \d+ of \d+ tensors differ by more than rounding; those before this one do not\n",
-        said,
+        output,
     )
     assert page.read_text().count('"alarm">DIFFERS<') == 1
     with pytest.raises(SystemExit, match="2"):
