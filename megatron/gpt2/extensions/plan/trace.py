@@ -194,7 +194,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     ),
     **dict.fromkeys(["mm", "bmm"], _product),
     **dict.fromkeys(["amax", "sum"], _reduce),
-    "addmm": lambda bias, a, b: _product(a, b),
+    **dict.fromkeys(["addmm", "baddbmm"], lambda bias, a, b, **_: _product(a, b)),
     "all": lambda x: _reduce(x, dtype=torch.bool),
     "aminmax": lambda x: (_reduce(x), _reduce(x)),
     "arange": lambda *ends, **_: torch.empty(ends[-1] - sum(ends[:-1]), dtype=torch.int64, device=META),
