@@ -114,20 +114,14 @@ def free_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--stages", metavar="NAME,NAME", default=",".join(STAGES), help="only these")
-    parser.add_argument("--again", action="store_true", help="measure recorded cases again")
-    expected = "compute the losses of `modes` on the CPU in fp32, with which a GPU's are compared"
-    parser.add_argument("--expected-losses", action="store_true", help=expected)
-    # Only the program itself gives these flags, when it starts the process of a stage.
-    for internal in ("--inside", "--scratch", "--call"):
-        parser.add_argument(internal, help=argparse.SUPPRESS)
-    args = harness.parse_args(parser, argv)
-    args.stages = args.stages.split(",")
-    if unknown := set(args.stages) - STAGES.keys():
-        parser.error(f"--stages: there is no {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
-    return args
+def parse_args(argv: list[str] | None) -> argparse.Namespace: parser = harness.make_parser(__doc__)
+parser.add_argument("--stages", metavar="NAME,NAME", default=",".join(STAGES), help="only these")
+parser.add_argument("--again", action="store_true", help="measure recorded cases again") expected = "compute the losses
+of `modes` on the CPU in fp32, with which a GPU's are compared" parser.add_argument("--expected-losses",
+action="store_true", help=expected) # Only the program itself gives these flags, when it starts the process of a stage.
+for internal in ("--inside", "--scratch", "--call"): parser.add_argument(internal, help=argparse.SUPPRESS) args =
+harness.parse_args(parser, argv) args.stages = args.stages.split(",") if unknown := set(args.stages) - STAGES.keys():
+parser.error(f"--stages: unknown {', '.join(sorted(unknown))}; choose from {', '.join(STAGES)}") return args
 
 
 def begin(path: Path, stages: list[str], *, smoke: bool, again: bool) -> None:

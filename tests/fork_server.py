@@ -68,7 +68,7 @@ posix._exit(code)
 
 class WarmPython:
     def __init__(self, folder: Path):
-        """Start the server in `folder`, or use the one that a different test process started. Return when it
+        """Start the server in `folder`, or use the server of a different test process. Return when the server
         listens."""
         address = f"{folder}/socket"
         client = folder / "bin" / "python"

@@ -159,8 +159,8 @@ class Candidate:
         return estimate_memory(self.inputs)
 
     def fits(self, budget: float) -> bool:
-        """Whether the layout needs at most `budget` bytes. The first stage often needs the most memory, so `fits`
-        estimates this stage first."""
+        """Return whether the layout needs at most `budget` bytes. The first stage often needs the most memory, so
+        `fits` estimates this stage first."""
         return estimate_memory(self.inputs, 0).total <= budget and self.memory.total <= budget
 
 
