@@ -8,9 +8,9 @@
 Each run is a few steps of the training program in new processes. benchmarks/memory.py prints the expected memory and
 the peak of resident memory, without the pages of files. The allocator has two modes. With `returned`, each freed block
 is returned to the system (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs. With `kept`, the program's
-default, the heap of glibc keeps freed blocks, and the peak includes fragmentation. `kept` is measured on one rank only,
-and stages only with `returned`. Other processes on the machine do not change the results. The JSON file is written
-after every run.
+default, the heap of glibc keeps freed blocks, and the peak includes fragmentation. The mode `kept` is measured only on
+one rank, and pipeline stages only in the mode `returned`. Other processes on the machine do not change the results. The
+JSON file is written after every run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float],
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
             loss = loss.detach()
-            dist.all_reduce(loss)  # The mean loss of the whole batch is only logged.
+            dist.all_reduce(loss)  # Only the log needs the mean loss of all ranks.
             loss /= dist.get_world_size()
         optimizer.step()
         losses.append(loss.item())

@@ -322,7 +322,7 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     speed = visit["tokens_per_step"] / seconds["median"]
     gpu = harness.header("")["machine"]["gpu"]
     teraflops = datasheet_tflops(gpu) if gpu else None
-    peak = 1e12 * teraflops if teraflops else None  # MFU needs the datasheet's peak.
+    peak = 1e12 * teraflops if teraflops else None  # Without a datasheet, MFU is unknown.
     expected, measured = visit["expected_peak_bytes"], visit["memory_bytes"].get("peak_allocated")
     found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"]}
     mfu = peak and speed * visit["flops_per_token"] / peak

@@ -79,9 +79,9 @@ def fit(times: Sequence[float], *columns: Sequence[float] | np.ndarray) -> list[
 
 
 def time_kernel(run: Callable[..., Tensor], operands: Sequence[Tensor], seconds: float) -> np.ndarray:
-    """Return the mean time of a kernel that all ranks repeat for `seconds`, without waiting for each other. Each run
-    has different operands, which are not in the caches, as in a step. On a CPU the result is the processor's time,
-    because `Cluster.ranks_per_core` accounts for ranks that share a core."""
+    """Return the mean time of a kernel that all ranks repeat for `seconds`, without waiting for each other. Each call
+    has different operands, which are not in the processor's caches, as in a training step. On a CPU the result is the
+    processor's time, because `Cluster.ranks_per_core` accounts for ranks that share a core."""
     device = operands[0].device
     is_cpu = device.type == "cpu"
     clock = time.process_time if is_cpu else time.perf_counter

@@ -129,7 +129,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts."""
+        """The sum of the bytes of all parts."""
         return sum(self.parts.values())
 
     @property

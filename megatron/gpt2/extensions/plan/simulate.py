@@ -109,8 +109,8 @@ class StageJobs:
 
 
 def kernel_seconds(cluster: Cluster, event: Operation) -> float:
-    """Return the time of a kernel. The time depends on the sizes of a matrix product, or on the bytes and, on a CPU,
-    the exponentials of another kernel."""
+    """Return the time of a kernel. The time of a matrix product depends on its sizes, and the time of another kernel on
+    its bytes and, on a CPU, on its exponentials."""
     name, shapes = event.name, event.shapes
     if name in ("mm", "bmm", "addmm", "addmm_"):
         a, b = shapes[1:3] if name.startswith("addmm") else shapes[:2]
@@ -259,9 +259,8 @@ def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) ->
     """Return the modelled time of a step.
 
     If a model has many layers, or a step many micro-batches, only few are simulated, since the time of a step is linear
-    in both numbers. During the loss, the host launches later kernels in advance. If this lead lasts for few layers but
-    not for all layers, the result is too short (by 6 % in a small model). Raises ValueError if the ranks cannot share
-    the batch.
+    in both numbers. If the host launches kernels ahead of the device for few layers but not for all layers, the result
+    is too short (by 6 % in a small model). Raises ValueError if the ranks cannot share the batch.
 
     record: whether to simulate all layers and micro-batches, and to keep the spans of all stages.
     """

@@ -81,7 +81,7 @@ class Communication(NamedTuple):
 class Allocation(NamedTuple):
     """The allocation of `size` bytes.
 
-    block: counts the allocations of a trace. `Release` has the same number.
+    block: the number of this allocation in the trace. `Release` has the same number.
     device: "cuda" or "cpu".
     phase: the name of the program's timer that is running, such as "forward", or "" if none is running.
     """
@@ -111,7 +111,7 @@ Event = Operation | Communication | Wait | Allocation | Release | Mark
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A step of one rank.
+    """The trace of a training step of one rank.
 
     events: the events of the step, in order.
     parameters: the number of parameters on this rank.
@@ -250,7 +250,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True would load torch's compiler.
+        return False  # With True, torch would load its compiler.
 
     def device_of(self, x: Tensor) -> torch.device:
         """Return the device that the traced program sees for a tensor, whose real device is "meta"."""

@@ -27,7 +27,7 @@ from megatron.gpt2.monitor.html_report import HISTORY, METRICS
 from megatron.gpt2.monitor.incidents import ENDED, FOLDER, read_incidents, read_records
 from megatron.gpt2.monitor.log_lines import align_rows
 
-MAX_EARLIER = 3  # the most earlier causes that are shown
+MAX_EARLIER = 3  # the largest number of earlier causes to print
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Service:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model_of_name(self, request: Request) -> Response:
-        """Answer GET /v1/models/NAME with the served model. Raises ApiError for a different name."""
+        """Answer GET /v1/models/NAME with the served model. Raises ApiError if NAME is a different model."""
         self.served.check_model(request.path_params["name"])
         return json_response(self._model())
 

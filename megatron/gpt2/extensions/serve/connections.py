@@ -10,8 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-GRACE = 2  # Seconds that open connections have to end when the server stops.
-CONNECTIONS = 512  # The most connections that are open.
+GRACE = 2  # When the server stops, open connections have GRACE seconds to end.
+CONNECTIONS = 512  # The largest number of open connections.
 # A client must send the headers of a request, and read waiting bytes of an answer, within IDLE_SECONDS.
 IDLE_SECONDS = 10.0
 
@@ -53,12 +53,12 @@ class ClientConnection(H11Protocol):
         self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Start the time limit for reading."""
+        """Start the time limit within which the client must read the waiting bytes."""
         super().pause_writing()
         self._unread = self.loop.call_later(IDLE_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """End the time limit for reading."""
+        """Cancel the time limit, because the client has read the waiting bytes."""
         super().resume_writing()
         self._unread.cancel()
 

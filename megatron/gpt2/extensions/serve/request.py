@@ -1,7 +1,8 @@
 """Requests of clients, in the form of OpenAI or Megatron-LM, and their answers. pydantic checks the fields.
 
-Megatron's form is that of its class `MegatronGenerate` (`PUT /api`). Megatron's newest version (core 0.19) checks many
-fields but uses few. This server gives each field the effect that the field had in core 0.8, or refuses the field.
+A request in Megatron's form has the fields of Megatron's class `MegatronGenerate` (`PUT /api`). Megatron's newest
+version (core 0.19) checks many fields but uses few. This server gives each field the effect that the field had in core
+0.8, or refuses the field.
 """
 
 import codecs

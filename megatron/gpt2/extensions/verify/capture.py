@@ -163,7 +163,7 @@ class Capture(Hook):
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self._is_forward = False
-        if out.dim() == 0:  # the loss, not the hidden states of a stage
+        if out.dim() == 0:  # `out` is the loss, not the hidden states of a pipeline stage.
             self._losses.append(out.detach())
 
     def _capture(

@@ -15,7 +15,7 @@ from megatron.gpt2.extensions.verify.trace import TensorKey, TensorTrace
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 
 COLUMNS = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
-MAX_TENSORS = 300  # the most tensors in a table of the page
+MAX_TENSORS = 300  # the largest number of tensors in a table of the page
 DATA = "the data loader: the order of the samples, or their assignment to ranks"
 STATE_KINDS = ("gradient", "moment", "parameter")  # kinds of tensors that belong to a parameter
 FORWARD_OPERATIONS = {

@@ -18,8 +18,8 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.train.trainer import Trainer
 
-WINDOW = 10  # the most log lines for the median
-MIN_LOSSES = 3  # the fewest log lines for the median
+WINDOW = 10  # the largest number of log lines for the median
+MIN_LOSSES = 3  # the smallest number of log lines for the median
 MAX_REWINDS = 3  # A process does not rewind more often, because the cause is probably not in the samples.
 
 
