@@ -1,6 +1,6 @@
 """The memory of one rank in a training step, by part, from a trace of the program.
 
-The estimate is the memory at the line of the program at which it is largest. The file that makes an allocation decides
+The estimate is the largest memory of the rank at any line of the program. The file that makes an allocation decides
 whether it belongs to gradients, to logits and loss, or to communication. All other allocations are activations if they
 exist after their forward pass, and otherwise temporary.
 

@@ -47,7 +47,7 @@ from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.train.setup import RunContext, build_context, settings_equal_on_all_ranks
 from megatron.gpt2.train.start_and_end import repetition_warning
 
-TIMEOUT_MINUTES = 1.0  # A collective has this time limit, in minutes.
+TIMEOUT_MINUTES = 1.0  # the time limit of a collective
 # The clocks may differ by this number of seconds, because the incidents of a failure are sorted by time.
 MAX_CLOCK_SKEW = 2.0
 CLOCK_ROUNDS = 5

@@ -208,7 +208,7 @@ class GeneratedText:
         }
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole entry, merged from the chunks."""
+        """Return the whole entry of `choices`, merged from the streamed chunks."""
         texts, parts = ([chunk[key] for chunk in self.chunks] for key in ("text", "logprobs"))
         logprobs = {name: [x for part in parts for x in part[name]] for name in parts[0]} if self.logprobs else None
         return {**self.chunks[-1], "text": "".join(texts), "logprobs": logprobs}
