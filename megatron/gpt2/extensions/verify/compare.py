@@ -12,13 +12,14 @@ the terms, so the scale is never below the root mean square.
 
     bound = MAX_ROUNDINGS · √d · (√n + a)        the largest difference of an element that rounding explains
 
-d   The number of layers before the tensor: 1 for the embeddings, 2 L + 1 for their gradient. n   The length of the
-longest sum whose order may change: max(f, s) in forward, and in backward also the vocabulary and the tokens of the
-step. In 16 bits, products are summed in fp32 and only the results are rounded, so n is LONGEST_16_BIT_SUM. Gradients of
-biases and layer norms are sums of rounded terms that nearly cancel, so for them n stays the length of the sum. a   From
-the second step on, the error that AdamW adds. AdamW divides a gradient by its own size: if noise decides the sign of an
-element, rounding changes the update by the whole learning rate. With relative noise e, noise decides the sign of a
-fraction e of the elements, so the weights (root mean square σ) differ by Σ rate · √e / σ of their size.
+d   The number of layers before the tensor: 1 for the embeddings, 2 L + 1 for their gradient.
+n   The length of the longest sum whose order may change: max(f, s) in forward, and in backward also the vocabulary and
+    the tokens of the step. In 16 bits, products are summed in fp32 and only the results are rounded, so n is
+    LONGEST_16_BIT_SUM. Gradients of biases and layer norms are sums of rounded terms that nearly cancel, so for them n
+    stays the length of the sum.
+a   From the second step on, the error that AdamW adds. AdamW divides a gradient by its own size: if noise decides the
+    sign of an element, rounding changes the update by the whole learning rate. With relative noise e, noise decides the
+    sign of a fraction e of the elements, so the weights (root mean square σ) differ by Σ rate · √e / σ of their size.
 
 The gradient norm is one sum over N parameters, so n = N. Clipping passes the error of the norm on to the moments.
 
