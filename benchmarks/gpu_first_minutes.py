@@ -114,14 +114,20 @@ def free_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace: parser = harness.make_parser(__doc__)
-parser.add_argument("--stages", metavar="NAME,NAME", default=",".join(STAGES), help="only these")
-parser.add_argument("--again", action="store_true", help="measure recorded cases again") expected = "compute the losses
-of `modes` on the CPU in fp32, with which a GPU's are compared" parser.add_argument("--expected-losses",
-action="store_true", help=expected) # Only the program itself gives these flags, when it starts the process of a stage.
-for internal in ("--inside", "--scratch", "--call"): parser.add_argument(internal, help=argparse.SUPPRESS) args =
-harness.parse_args(parser, argv) args.stages = args.stages.split(",") if unknown := set(args.stages) - STAGES.keys():
-parser.error(f"--stages: unknown {', '.join(sorted(unknown))}; choose from {', '.join(STAGES)}") return args
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--stages", metavar="NAME,NAME", default=",".join(STAGES), help="only these")
+    parser.add_argument("--again", action="store_true", help="measure recorded cases again")
+    expected = "compute the losses of `modes` on the CPU in fp32, with which a GPU's are compared"
+    parser.add_argument("--expected-losses", action="store_true", help=expected)
+    # Only the program itself gives these flags, when it starts the process of a stage.
+    for internal in ("--inside", "--scratch", "--call"):
+        parser.add_argument(internal, help=argparse.SUPPRESS)
+    args = harness.parse_args(parser, argv)
+    args.stages = args.stages.split(",")
+    if unknown := set(args.stages) - STAGES.keys():
+        parser.error(f"--stages: there is no {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    return args
 
 
 def begin(path: Path, stages: list[str], *, smoke: bool, again: bool) -> None:
@@ -129,8 +135,8 @@ def begin(path: Path, stages: list[str], *, smoke: bool, again: bool) -> None:
     the results of stages to measure again."""
     head: dict[str, Any] = {**harness.header("first minutes"), "smoke": smoke}
     known = harness.load_earlier(path, head, "smoke") or {"stages": {}}
-    earlier = {name: found for name, found in known["stages"].items() if not again or name not in stages}
-    harness.write_json(path, {**head, "stages": earlier})
+    kept = {name: found for name, found in known["stages"].items() if not again or name not in stages}
+    harness.write_json(path, {**head, "stages": kept})
 
 
 def is_done(path: Path, name: str) -> bool:
