@@ -19,9 +19,13 @@ import pytest
 from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.dist import run_program
+from megatron.gpt2.dist.launch import Launch
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.dist.rendezvous import join_rendezvous
 from megatron.gpt2.dist.run_program import CRASH_LOOP_FAILURES
 from megatron.gpt2.extensions.post_mortem.command import report
 from megatron.gpt2.monitor.incidents import read_incidents
+from megatron.gpt2.train import start_and_end
 from tests.faults import injector
 from tests.faults.injector import Fault, cut, full, hold, kill, plant, stop
 from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, losses, wait_until
@@ -162,6 +166,27 @@ def test_a_crash_loop_ends(folder: Path) -> None:
     assert not (save / "ended.json").exists()
 
 
+def stop_before_joining() -> None:
+    """Let rank 0 of the first attempt stop before it joins the other rank."""
+
+    def join(launch: Launch, *args: Any) -> RankInfo:
+        if launch.rank == launch.restart_count == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return join_rendezvous(launch, *args)
+
+    mock.patch.object(run_program, "EXIT_TIMEOUT", 0.5).start()
+    mock.patch.object(start_and_end, "join_rendezvous", join).start()
+
+
+def test_a_rank_that_does_not_join_is_named_and_restarted(folder: Path, alone: list[float]) -> None:
+    """Rank 1 prints the error, because the first rank of its machine is missing."""
+    words = [*MP2.split(), *f"--save {folder}/late --max-restarts 1 --init-timeout 5".split()]
+    code, output = StartedRank(folder, words, {}, before=stop_before_joining).end()
+    assert code == 0 and losses(folder / "late") == alone, output
+    error = f"error ({HOST}): rank 0 of 2 did not join within 5 s (--init-timeout); rank 1 ({HOST}) did\n"
+    assert output.count(error) == 1 and "restart: rank 1 ended with exit code 1: restart 1 of 1" in output, output
+
+
 def test_bad_input_is_not_started_again(folder: Path) -> None:
     save = folder / "bad"
     (save / "incidents").mkdir(parents=True)  # as after an earlier run
@@ -212,6 +237,23 @@ def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
         *(f"rank_0000{rank}" for rank in range(2)),
         *(f"launcher_node{node}" for node in range(2)),
     }
+
+
+@pytest.mark.wide
+def test_a_suspended_rank_does_not_block_the_other_machine(folder: Path, alone: list[float]) -> None:
+    """The launcher of the suspended rank does not wait ten minutes for a save."""
+    save = folder / "suspended"
+    words = (
+        "--model-parallel-size 2 --nproc-per-node 1 --nnodes 2 --save-interval 2 --exit-interval 7 --max-restarts 1 "
+        f"--distributed-timeout-minutes 0.1 --init-method tcp://localhost:{free_port()} --node-rank"
+    )
+    nodes = [
+        started(save, f"{words} {node}", Fault(stop, rank=1, step=3), SLURMD_NODENAME=f"node{node}")
+        for node in range(2)
+    ]
+    ended = [node.end() for node in nodes]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert losses(save) == alone and MEET_AGAIN in ended[1][1]
 
 
 def machine(save: Path, number: int, place: str, *faults: Fault) -> StartedRank:

@@ -43,11 +43,13 @@ LostRanks = Mapping[int, float | None]
 class MissingRanksError(ValueError):
     """Raised if some ranks did not join.
 
-    exit_code: the exit code of the process. The program sets 1 with --elastic, so that launchers try again.
+    exit_code: the exit code of the process. The value 1 lets launchers try again.
+    is_first_on_node: whether this rank must print the error, because all lower ranks of its machine are missing.
     """
 
     cause = "missing ranks"  # The incident log names the error so.
     exit_code = 2
+    is_first_on_node = False
 
 
 class LostRanksError(MissingRanksError):

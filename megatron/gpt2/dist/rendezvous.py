@@ -223,8 +223,12 @@ def _wait_for_all_ranks(store: Store, launch: Launch, address: str, *, is_server
         time.sleep(POLL_INTERVAL)
     result = store.get("result").decode()
     if problem or result != ALL_JOINED:
+        error, local_rank = MissingRanksError(problem or result), launch.rank_info().local_rank
+        error.is_first_on_node = not any(store.check([f"joined/{other}"]) for other in range(rank - local_rank, rank))
+        if launch.use_agent_store:  # The launcher has started all ranks, so the missing ranks hang.
+            error.exit_code = 1
         wait_for_others(store, "read", store.add("started", 0) if is_server else 0)
-        raise MissingRanksError(problem or result)
+        raise error
 
 
 def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -137,7 +138,8 @@ def handle_error(error: Exception, rank_info: RankInfo) -> int:
 def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
     """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Return the attribute
     `exit_code` of the error, or 2."""
-    code, prints = getattr(error, "exit_code", BAD_INPUT), _is_first_error(rank_info)
+    code = getattr(error, "exit_code", BAD_INPUT)
+    prints = getattr(error, "is_first_on_node", False) or _is_first_error(rank_info)
     if prints:
         where = f" ({os.uname().nodename})" if rank_info.rank else ""
         print_status(error_line(error), f"error{where}")
@@ -210,6 +212,7 @@ def start_ranks(
         except SystemExit:  # A signal stopped the launcher between two rounds.
             pass
         finally:
+            agent.rendezvous._stop_heartbeats()  # Otherwise torch may log that the store no longer exists.
             logging.disable(logging.NOTSET)
             # After an error in torch, some ranks may still run.
             for process in set(multiprocessing.active_children()) - others:
@@ -253,12 +256,13 @@ class NodeAgent(LocalElasticAgent):
     ) -> None:
         self.launch, self.save_folder, self.code = launch, save_folder, 0
         self._attempt, self._restarts, self._failed_iterations = -1, 0, list[int]()
-        self._stop_requested, self._store_address = False, (store.host, store.port)
+        self._stop_signal, self._tcp_store = 0, TimedStore(store, launch.timeout)
+        self._store_address = store.host, store.port
         self._failed: int | None = None  # The local rank that failed first in this round.
-        machines = NodeRendezvous.from_backend(
+        self.rendezvous: Any = NodeRendezvous.from_backend(
             "ranks",
             store,
-            C10dRendezvousBackend(TimedStore(store, launch.timeout), "ranks"),  # type: ignore[arg-type]
+            C10dRendezvousBackend(self._tcp_store, "ranks"),  # type: ignore[arg-type]
             1,  # A round starts with any number of machines. `_rendezvous` names the missing machines.
             launch.world_size // launch.ranks_to_start,
             f"{launch.rank // launch.ranks_to_start:05}",  # torch orders machines by name.
@@ -273,7 +277,7 @@ class NodeAgent(LocalElasticAgent):
             local_world_size=launch.ranks_to_start,
             entrypoint=_run_rank,
             args=(program, words, signal.getsignal(signal.SIGINT)),
-            rdzv_handler=machines,
+            rdzv_handler=self.rendezvous,
             max_restarts=sys.maxsize,  # `_should_restart` counts the restarts.
             monitor_interval=0.1,
         )
@@ -284,7 +288,7 @@ class NodeAgent(LocalElasticAgent):
 
     def request_stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal to the launcher: the ranks save and end, and they are not restarted."""
-        self._stop_requested = True
+        self._stop_signal = number
         if not any(process.is_alive() for process in self._processes()):
             raise SystemExit  # SystemExit also ends a launcher that waits for other machines.
         if number != signal.SIGINT:
@@ -293,7 +297,7 @@ class NodeAgent(LocalElasticAgent):
     def end_wait(self, number: signal.Signals) -> None:
         """End the launcher if its main thread, which runs `request_stop`, waits for a store that does not answer."""
         time.sleep(STOP_TIMEOUT)
-        if not self._stop_requested:
+        if not self._stop_signal:
             os._exit(128 + number)
 
     def _send(self, number: int) -> None:
@@ -308,7 +312,7 @@ class NodeAgent(LocalElasticAgent):
     def _rendezvous(self, group: Any) -> None:
         """Learn which machines take part in the round, and set the store's address for the ranks. Without --elastic,
         raise MissingRanksError if a machine is missing."""
-        if self._stop_requested:
+        if self._stop_signal:
             raise SystemExit
         super()._rendezvous(group)
         launch, store, count = self.launch, group.store, group.group_world_size
@@ -333,12 +337,17 @@ class NodeAgent(LocalElasticAgent):
         failed = next((process for process in processes if process.exitcode), None)
         if failed is not None and self._failed is None:
             self._failed = processes.index(failed)
-            for number in (signal.SIGTERM, signal.SIGKILL) if failed.exitcode != BAD_INPUT else ():
-                end = time.monotonic() + EXIT_TIMEOUT
-                for process in processes:
-                    process.join(max(0.0, end - time.monotonic()))
-                self._send(number)
+            if failed.exitcode != BAD_INPUT:
+                self._end_ranks()
         return super()._monitor_workers(group)
+
+    def _end_ranks(self) -> None:
+        """Wait until all ranks have ended. After EXIT_TIMEOUT seconds send SIGTERM, and later SIGKILL."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            end = time.monotonic() + EXIT_TIMEOUT
+            for process in self._processes():
+                process.join(max(0.0, end - time.monotonic()))
+            self._send(number)
 
     def _monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Return torch's result for the ranks. If a rank has failed, decide whether to restart all ranks."""
@@ -355,9 +364,22 @@ class NodeAgent(LocalElasticAgent):
             print_status("a machine has joined or restarted its ranks: all ranks restart", "restart")
             end = time.monotonic() + SAVE_TIMEOUT
             self._send(RESTART_SIGNAL)
-            while self._poll_ranks(group).state == WorkerState.HEALTHY and time.monotonic() < end:
+            while (
+                self._poll_ranks(group).state == WorkerState.HEALTHY
+                and time.monotonic() < end
+                and not self._has_reported_failure()  # After a failure, the ranks cannot save.
+            ):
                 time.sleep(self._worker_group.spec.monitor_interval)
+            self._end_ranks()
         super()._stop_workers(group)
+
+    def _has_reported_failure(self) -> bool:
+        """Return whether a rank of any machine has reported a lost rank or a hang in this round."""
+        keys = (f"megatron/{self._attempt}/{key}" for key in ("lost", "hang"))
+        try:
+            return any(self._tcp_store.check([key]) for key in keys)
+        except (dist.DistError, MissingRanksError):  # The store no longer exists.
+            return True
 
     def _should_restart(self, first: int, codes: dict[int, int]) -> bool:
         """Record and print how the ranks ended. Return whether the ranks are restarted.
@@ -367,14 +389,16 @@ class NodeAgent(LocalElasticAgent):
         """
         code, limit, save_folder = codes[first], self.launch.max_restarts, self.save_folder
         self.code = code if code >= 0 else 128 - code
+        if self._stop_signal and code == BAD_INPUT:
+            self.code = 128 + self._stop_signal  # The ranks have run `exit_on_sigterm`.
         if self.code in NO_RESTART:
             return False
         for rank, ended in codes.items():
             details = {"exit_code": ended} if ended >= 0 else {"signal": signal.Signals(-ended).name}
             self._note("rank ended", describe_exit(rank, ended), rank=rank, first=rank == first, **details)
         why = describe_exit(first, code)
-        if self._stop_requested or self._restarts == limit:
-            if limit and not self._stop_requested:
+        if self._stop_signal or self._restarts == limit:
+            if limit and not self._stop_signal:
                 print_status(f"{why}; no restart is left (--max-restarts {limit})")
             elif code < 0:  # A rank that a signal has killed cannot print the reason.
                 print_status(why)
@@ -409,20 +433,23 @@ class NodeAgent(LocalElasticAgent):
             self._incidents.note(kind, text, **details)
 
 
-def _end_after_launcher() -> None:
-    """Wait until the launcher has ended. Then ask this rank to save and end, and end it after SAVE_TIMEOUT seconds."""
+def _end_after_launcher(program_ended: threading.Event) -> None:
+    """Wait until the launcher has ended. Then ask this rank to save, and end the process when the program has ended, or
+    after SAVE_TIMEOUT seconds."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     while os.getppid() == launcher.pid:
         time.sleep(HEARTBEAT_INTERVAL)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(SAVE_TIMEOUT)
-    os._exit(1)
+    program_ended.wait(SAVE_TIMEOUT)
+    os._exit(1)  # torch would wait until the launcher reads the result.
 
 
 def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None:
     signal.set_wakeup_fd(-1)  # A forked rank must not write signals to the launcher's socket.
-    threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
+    mp._prctl_pr_set_pdeathsig(0)  # type: ignore[attr-defined]  # torch's SIGINT would be reported as Ctrl-C.
+    program_ended = threading.Event()
+    threading.Thread(target=_end_after_launcher, args=(program_ended,), name="launcher", daemon=True).start()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
@@ -436,6 +463,7 @@ def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None
     except Exception:  # Any other exception is a bug in the program.
         traceback.print_exc()
         code = 1
+    program_ended.set()
     sys.exit(code)
 
 

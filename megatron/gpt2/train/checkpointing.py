@@ -328,7 +328,7 @@ def _load_random_streams(
         return True
     # The iteration is added to the seed, because otherwise the dropout masks of the first steps would repeat.
     seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
-    if context.config.model.has_dropout:
+    if dropout_changes(context, checkpoint.metadata, has_streams=False):
         log(
             f"random streams start from a new seed: {checkpoint.path} has no states for this layout and device; "
             "dropout masks change"

@@ -116,6 +116,7 @@ def test_missing_ranks_are_named() -> None:
     launch = Launch(0, 4, (0, 2), init_method=f"tcp://localhost:{free_port()}", host="a", ranks_to_start=2, timeout=1)
     with pytest.raises(MissingRanksError, match=r"ranks 2-3 of 4 did not join within 1 s \(.*\); ranks 0-1 \(a\) did"):
         start_ranks(lambda words: 0, [], launch)
+    assert not [thread.name for thread in threading.enumerate() if "KeepAlive" in thread.name]
     begin = time.monotonic()
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     start_ranks(lambda words: 0, [], dataclasses.replace(launch, timeout=60))

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import pytest
 from megatron.gpt2.dist import signals
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.run_program import start_ranks
-from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal
+from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal, exit_on_sigterm
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import CONTEXT, run_ranks
 from tests.faults.injector import Fault, plant
@@ -101,20 +102,34 @@ def test_a_second_signal_in_a_long_step(tmp_path: Path, name: str, number: int, 
     assert code == 128 + number and said.count(f"{name} again: the run ends at once") == 1, said
 
 
-def sleep_in_rank(folder: Path, argv: Sequence[str]) -> int:
-    Path(folder, str(os.getpid())).touch()
-    time.sleep(600)
+def wait_in_rank(folder: Path, saves: bool, argv: Sequence[str]) -> int:
+    stopped, file = threading.Event(), Path(folder, str(os.getpid()))
+    if saves:
+        signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
+    else:
+        exit_on_sigterm(2)  # Training calls this function at its start.
+    file.touch()
+    try:
+        stopped.wait(600)
+    except KeyboardInterrupt:
+        file.write_text("Ctrl-C")
     return 0
 
 
-def start_sleeping_ranks(folder: Path) -> None:
+def start_waiting_ranks(folder: Path, saves: bool) -> None:
     launch = Launch(0, 2, (0, 2), host="a", ranks_to_start=2)
-    start_ranks(partial(sleep_in_rank, folder), [], launch)
+    sys.exit(start_ranks(partial(wait_in_rank, folder, saves), [], launch))
 
 
-def test_ranks_end_after_their_launcher(tmp_path: Path) -> None:
-    launcher = CONTEXT.Process(target=start_sleeping_ranks, args=(tmp_path,))
+@pytest.mark.parametrize(
+    "number, saves, code", [(signal.SIGKILL, True, -signal.SIGKILL), (signal.SIGTERM, False, 128 + signal.SIGTERM)]
+)
+def test_ranks_end_with_their_launcher(tmp_path: Path, number: int, saves: bool, code: int) -> None:
+    launcher = CONTEXT.Process(target=start_waiting_ranks, args=(tmp_path, saves))
     launcher.start()
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
-    launcher.kill()
+    os.kill(launcher.pid or 0, number)
     wait_until(lambda: not any(Path("/proc", rank.name).exists() for rank in tmp_path.iterdir()), 30)
+    launcher.join(30)
+    assert launcher.exitcode == code
+    assert not any(rank.read_text() for rank in tmp_path.iterdir()), "the ranks got SIGINT instead of SIGTERM"
