@@ -130,7 +130,8 @@ def our_flags(workload: Workload, arm: Arm) -> list[str]:
 
 def build_our_trainer(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) -> Trainer:
     """Build the trainer from the command line, like the program. GPT-2's vocabulary needs files that may be missing.
-    The run is therefore prepared with a small data set of bytes. Then tokenizer, vocabulary size and data are replaced.
+    The run is therefore prepared with a small data set of bytes. After that, tokenizer, vocabulary size and data are
+    replaced.
 
     rank_info: the rank of this process (default: the first rank of the arm).
     """
@@ -185,8 +186,8 @@ def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) 
 
 
 def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
-    """Build only the first of `arm.ranks` tensor-parallel ranks. Collectives do nothing. The rank's values are
-    therefore meaningless, but it computes as much as a rank of a real run."""
+    """Build only the first of `arm.ranks` tensor-parallel ranks. Collectives do nothing. The values of the rank are
+    therefore meaningless, but the rank computes as much as a rank of a real run."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

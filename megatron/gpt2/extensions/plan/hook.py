@@ -75,8 +75,8 @@ class MemoryPlan(Hook):
 
 
 def expected_memory(trainer: Trainer) -> ExpectedMemory:
-    """Estimate the memory of a run. `peak` is the peak of rank 0, because rank 0 writes the log. On a GPU it counts the
-    memory of torch's allocator, and on a CPU the memory of the process."""
+    """Estimate the memory of a run. `peak` is the peak of rank 0, because rank 0 writes the log. `peak` counts the
+    memory of torch's allocator on a GPU, and the memory of the process on a CPU."""
     context = trainer.context
     inputs = memory_inputs(context)
     memory, of_rank_0 = estimate_memory(inputs), estimate_memory(inputs, 0)

@@ -287,7 +287,7 @@ def cheapest_offers(inputs: MemoryInputs, budget: int) -> list[Offer]:
 
         for candidate in order:
             is_new = not any(names(other) <= names(candidate) for other in found)
-            # `fits` traces a step, so it comes last.
+            # `fits` traces a step, so `fits` is called last.
             if len(found) < 3 and is_new and candidate.fits(budget):
                 found.append(candidate)
     found.sort(key=lambda c: (c.cost, len(c.flags), c.memory.total))

@@ -463,7 +463,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
         return property(lambda x: recorder.device_of(x).type == kind)
 
     def for_meta(real: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: instead(x) if _is_meta(x) else real(x)  # Other threads call it for tensors with data.
+        return lambda x: instead(x) if _is_meta(x) else real(x)  # Other threads call `real` for tensors with data.
 
     def tensor(data: Any, *, device: Any = "cpu", real: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:
         on_host = torch.device(device).type == "cpu"

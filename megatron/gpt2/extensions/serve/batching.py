@@ -35,8 +35,8 @@ class Batcher:
         self._incoming.put(((), lambda number, event: None))  # An empty request wakes the thread.
 
     def run(self, generator: Generator) -> None:
-        """Generate until `stop` is called. Then, also after an exception, call deliver(0, None) for each unfinished
-        request."""
+        """Generate until `stop` is called. At the end, also after an exception, call deliver(0, None) for each
+        unfinished request."""
         try:
             with generator.batch(self._batch_size) as batch:
                 while not self._stopping:

@@ -292,7 +292,7 @@ class TransformersCapture(Capture):
         self._hook("transformer.final_layernorm", first_index(len(body.h)), body.ln_f)
 
     def _capture(self, name: str, index: int, x: Any, point: CapturePoint = MODULE_OUTPUT) -> None:
-        x = x[0] if isinstance(x, tuple) else x  # In older versions of transformers, a layer returns a tuple.
+        x = x[0] if isinstance(x, tuple) else x  # A layer returns a tuple in older versions of transformers.
         if name.endswith(".query_key_value"):  # [b, s, 3 n d] -> [b, s, n 3 d]
             x = x.unflatten(-1, (3, self._trainer.config.model.num_attention_heads, -1)).transpose(-3, -2).flatten(-3)
         super()._capture(name, index, x.transpose(0, 1), point)

@@ -7,8 +7,8 @@ Differences are measured in units of roundoff at the scale of the tensor:
     unit of an element   u · max(|a|, root mean square of the whole tensor a)
 
 u is the unit roundoff, half the distance from 1 to the next number: 2^-24 in fp32, 2^-11 in fp16, 2^-8 in bf16. An
-element much smaller than the root mean square is a sum whose terms nearly cancel. Its rounding error has the size of
-the terms, so the scale is never below the root mean square.
+element much smaller than the root mean square is a sum whose terms nearly cancel. The rounding error of such a sum has
+the size of the terms, so the scale is never below the root mean square.
 
     bound = MAX_ROUNDINGS · √d · (√n + a)        the largest difference of an element that rounding explains
 

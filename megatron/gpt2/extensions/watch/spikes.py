@@ -55,7 +55,7 @@ class RewindOnSpike(Hook):
         self._last_clean, self._spike = 0, ""
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Count the loss of the first step as normal."""
+        """Remember the iteration of the start: earlier checkpoints are from before any spike."""
         self._last_clean = trainer.progress.iteration
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:

@@ -30,7 +30,7 @@ from megatron.gpt2.train.trainer import Trainer
 # MIN_SHARE of the time of a step. The second condition is needed because the times of short parts vary a lot.
 MIN_RATIO = 1.5
 MIN_SHARE = 0.05
-MIN_LINES = 2  # A warning needs two slow log lines in a row, because a single slow line may be chance.
+MIN_LINES = 2  # A single slow log line may be chance, so a warning needs two in a row.
 SAMPLE_INTERVAL = 0.003  # the seconds between two checks of the training thread
 
 

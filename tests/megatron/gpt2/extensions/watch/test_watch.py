@@ -36,7 +36,7 @@ def test_each_bit_changes_only_the_hash_of_its_range() -> None:
     for element, hash_index in ((69, 0), (4 * ROW - 1, 2)):
         for bit in range(16):
             flipped = buffer.clone()
-            flipped.view(torch.int16)[element] ^= -1 << bit  # This flips the bit and all higher ones.
+            flipped.view(torch.int16)[element] ^= -1 << bit  # Flip the bit and all higher bits.
             assert (hash_ranges(flipped, ranges) != hashes).nonzero().tolist() == [[hash_index]]
 
 
