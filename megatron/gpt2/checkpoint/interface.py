@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from data_utils.command_line import require
-from megatron.gpt2.config import Config, ModelConfig
+from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.config.sections import SECTIONS, config_fields
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from mpu.partition import TensorSlice
 
@@ -182,10 +183,8 @@ def _metadata_types() -> dict[str, Any]:
     hints: dict[str, Any] = dict.fromkeys(("config", "layout", "optimizer", "optimizer.loss_scaler"), dict)
     hints |= dict.fromkeys((*_COUNTS, *_STEPS), _NATURAL) | dict.fromkeys(_SCALER, float)
     hints |= {"tokenizer": dict | None, "tokenizer.fingerprint": str}
-    for section, kind in typing.get_type_hints(Config).items():
-        hints[f"config.{section}"] = dict
-        hints |= {f"config.{section}.{name}": hint for name, hint in typing.get_type_hints(kind).items()}
-    return hints
+    hints |= {f"config.{section}": dict for section in SECTIONS}
+    return hints | {f"config.{name}": field.type for name, field in config_fields().items()}
 
 
 def _has_type(value: Any, hint: Any) -> bool:
