@@ -54,7 +54,7 @@ class FakeStream:
     current: ClassVar[FakeStream]
     host: ClassVar[FakeStream]  # the operations of the host, as if they were those of a stream
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self, device: Any = None) -> None:
         FakeStream.made += 1
         self.number = FakeStream.made
         self.known: defaultdict[int, int] = defaultdict(int)
@@ -86,10 +86,6 @@ class FakeEvent:
         """Record the operations of the stream until now."""
         self.stream = stream or FakeStream.current
         self.known = dict(self.stream.known)
-
-    def wait(self, stream: FakeStream | None = None) -> None:
-        """Call `FakeStream.wait_event`."""
-        (stream or FakeStream.current).wait_event(self)
 
     def query(self) -> bool:
         FakeStream.host.wait_event(self)
@@ -435,8 +431,7 @@ class FakeGPU(TorchDispatchMode):
         changed = written(func, args, kwargs)
         if name not in FREE:
             self._check_pending(on_gpu, changed)
-        # AdamW's kernel works in place and has no meta kernel.
-        out = None if name == "_fused_adamw_" else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
         if func.namespace == "mpu":
             made += written(func, args, kwargs)  # our operators do not return what they write into
@@ -627,9 +622,7 @@ def traffic(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[int, in
         return written, written
     if name in ("gather", "scatter_add_"):
         return 2 * size[1], size[1]
-    if name.startswith("index_put"):
-        return 2 * size[-1], size[-1]
-    if name.startswith(("_fused_adamw", "_foreach")):
+    if name.startswith("_foreach"):
         return sum(size), sum(size)
     return sum(size), written
 
