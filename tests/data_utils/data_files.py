@@ -35,7 +35,7 @@ def write(path: Path, content: str | bytes) -> str:
 
 
 def write_lines(path: Path, texts: Iterable[str], key: str = "text") -> str:
-    """Write JSON lines. Every other line is in ASCII, so that its text has escapes."""
+    """Write JSON lines. A text of odd length is written in ASCII, with escapes for all other characters."""
     lines = [json.dumps({"id": 1, key: text}, ensure_ascii=bool(len(text) % 2)) for text in texts]
     return write(path, "".join(f"{line}\n" for line in lines))
 

@@ -1,4 +1,4 @@
-"""Test the printed commands that start a program, and its exit codes and error lines."""
+"""Test the commands that messages recommend, and the exit codes and error lines of programs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def end(main: str, head: bool = False) -> tuple[int, str, str]:
     ],
 )
 def test_a_broken_pipe_is_not_an_error(main: str) -> None:
-    """The pipe breaks while the program prints, or when it flushes its buffer at the end."""
+    """The reader closes the pipe while the program prints, or before the program flushes its buffer at the end."""
     assert end(main, head=True) == (141, "", "")
 
 

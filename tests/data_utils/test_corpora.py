@@ -43,7 +43,8 @@ def test_plain_text_is_one_unchanged_document(tmp_path: Path) -> None:
     marked = "\ufeff" + text  # A byte-order mark is not part of the text.
     assert read(write(tmp_path / "a.txt", marked))[0] == [text]
     assert read(write(tmp_path / "b.text.gz", gzip.compress(marked.encode())))[0] == [text]
-    content, skipped = lines(3, "body").encode(), b"\x50\x2a\x4d\x18\x03\0\0\0abc"  # Files may have several frames.
+    # A file may have several zstd frames.
+    content, skipped = lines(3, "body").encode(), b"\x50\x2a\x4d\x18\x03\0\0\0abc"
     path = write(tmp_path / "a.jsonl.zst", skipped + zstd(content[:20]) + zstd(content[20:]))
     assert read(path, "body")[0] == TEXTS
 
@@ -98,7 +99,7 @@ def test_a_folder_expands_to_its_files(tmp_path: Path) -> None:
 
 @pytest.fixture
 def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a current folder that has no data/ folder with corpora.json."""
+    """Change to a new folder in which data/corpora.json does not exist."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEGATRON_CORPORA", raising=False)
     (tmp_path / "data" / "wikipedia").mkdir(parents=True)
@@ -125,7 +126,7 @@ def test_a_missing_corpus_shows_the_entry_to_write(corpora: Path) -> None:
         train("webtext")
     with pytest.raises(FileNotFoundError, match='no such file: mycorpus; to define a corpus .* write "mycorpus": '):
         train("mycorpus")
-    assert train("none.txt")[0] == ("none.txt",)  # A name with a dot is a path.
+    assert train("none.txt")[0] == ("none.txt",)  # A word with a dot is a path.
 
 
 def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:

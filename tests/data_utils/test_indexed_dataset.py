@@ -1,5 +1,5 @@
-"""Test token files: pairs with the bytes of megatron-core's pairs, files of nanoGPT and llm.c, merges, damaged files,
-atomic writes."""
+"""Test token files: .bin/.idx pairs, which must equal megatron-core's, files of nanoGPT and llm.c, merged files,
+damaged files and atomic writes."""
 
 from __future__ import annotations
 
@@ -80,12 +80,13 @@ def test_merged_bytes_equal_megatron_core(theirs: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 def test_damaged_and_missing_files_are_refused(tmp_path: Path, suffix: str) -> None:
-    """Test sizes and headers. tests/fuzz changes the other bytes of an index."""
+    """Test files that are cut off, and huge counts in the header. tests/fuzz changes all other bytes of an index."""
     path = Path(write_pair(tmp_path / "a_text_document", DOCUMENTS) + suffix)
     prefix = path.with_suffix("")
     assert documents_of(IndexedDataset(prefix)) == DOCUMENTS
     whole = path.read_bytes()
-    huge = whole[:18] + struct.pack("<QQ", 2**61, 2**61) + whole[34:]  # No memory is allocated for these counts.
+    # These counts are refused before memory is allocated.
+    huge = whole[:18] + struct.pack("<QQ", 2**61, 2**61) + whole[34:]
     for content in [*(whole[:size] for size in range(len(whole))), whole + b"\0", *[huge] * (suffix == ".idx")]:
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is damaged"):
@@ -94,7 +95,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, suffix: str) -> N
         IndexedDataset(tmp_path / "a")
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"no such file: .*a_text_document{suffix}$"):
-        open_token_file(prefix, EOD)  # A path without a suffix means a pair.
+        open_token_file(prefix, EOD)  # A path without a suffix names a .bin/.idx pair.
 
 
 # --- nanoGPT and llm.c

@@ -1,4 +1,4 @@
-"""Test preprocessing: any number of workers, every format of input, bad lines, restarts."""
+"""Test preprocessing: every format of input, bad lines, existing output and a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def texts_of(prefix: Path, key: str = "text") -> list[str]:
 
 @pytest.mark.parametrize("kind", ["bytes", "builtin"])
 def test_output_equals_the_tokenizer(tmp_path: Path, kind: str) -> None:
-    """No text can inject an end-of-document token."""
+    """The text "<|endoftext|>" must not become the end-of-document token."""
     texts, tokenizer = [*some_texts(300), "<|endoftext|>" * 100], build_tokenizer(kind)
     path = write_lines(tmp_path / "a.jsonl", texts)
     manifest = run(path, tmp_path / "out", kind)["text"]
@@ -82,7 +82,7 @@ def test_every_format_of_input(tmp_path: Path, small_shards: None) -> None:
 
 
 def test_folders_and_several_keys(tmp_path: Path) -> None:
-    """A folder contains plain text, the other input has two fields."""
+    """One input is a folder of plain text. The other input is a file of JSON lines with two fields."""
     (folder := tmp_path / "scraped").mkdir()
     pages = [f"page {number}\nsecond line\n" for number in range(3)]
     for number, text in enumerate(pages):
@@ -130,7 +130,7 @@ def test_too_many_bad_lines_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.jsonl:100: .*; 1 of 100 lines .*--max-bad-fraction 0.001.*bad\.jsonl"):
         run(path, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "out.bad.jsonl", "out.shards"]
-    run(path, tmp_path / "out", max_bad_fraction=0.01)  # The finished shard is used again.
+    run(path, tmp_path / "out", max_bad_fraction=0.01)  # The shard of the failed run is used again.
     assert len(texts_of(tmp_path / "out")) == 99
 
 

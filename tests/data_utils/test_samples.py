@@ -57,8 +57,8 @@ def test_every_epoch_is_a_new_permutation(size: int) -> None:
 
 # --- batch schedules, compared with Megatron's
 
-# (start, increment, samples, final). In the second case, Megatron's rounding moves an increase of the batch size, at
-# 4017 of 4223 samples.
+# (start, increment, samples, final). In the second case, Megatron's rounding delays the increase of the batch size
+# after 4017 samples by one sample.
 RAMPS = [(4, 2, 50, 12), (1, 1, 4223, 124), (8, 8, 5, 64)]
 
 
@@ -72,7 +72,8 @@ def test_rampup_equals_megatron_core(ramp: tuple[int, int, int, int]) -> None:
         theirs.update(max(0, consumed), False)
         assert ours.size(max(0, consumed)) == theirs.get_current_global_batch_size(), consumed
     for schedule in (BatchSchedule.rampup(1, 1, 0, final), BatchSchedule.rampup(final, 3, 7, final)):
-        assert schedule.size(0) == schedule.final == final  # Megatron divides by zero without a ramp.
+        # For these schedules, in which the batch size never changes, Megatron's class divides by zero.
+        assert schedule.size(0) == schedule.final == final
 
 
 GROWING = BatchSchedule(((0, 7), (2, 9), (5, 11), (100, 64)))
@@ -174,7 +175,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, suffix: str, other
     file = IndexedDataset(prefix)
     dataset = GPT2Dataset(file.tokens, 0, 200, 8, BYTES, training=True, changed_file=file.changed_file)
     ordered = MegatronOrderDataset(dataset, file.document_starts, seed=1, num_samples=3)
-    # A file that is replaced by a rename is not changed.
+    # A file that is replaced by a rename does not count as changed.
     os.replace(shutil.copy(f"{prefix}{other}", tmp_path / "copy"), f"{prefix}{other}")
     ordered.rows(np.arange(3))
     os.truncate(f"{prefix}{suffix}", 0)  # Reading the mapped file would end the process by SIGBUS.
@@ -196,7 +197,7 @@ def test_parse_blend_like_megatron() -> None:
 
 
 class Component(Numbered):
-    """A component of a blend. A sample consists of its number and the number of samples."""
+    """A component of a blend. A sample consists of its index and the component's size."""
 
     seq_length = 1
 
@@ -260,7 +261,8 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
     assert "33.22 % of the samples" in by_size.description[0]  # 99 of 298 samples
     others = [splits(data_path=line.split()) for line in (a, f"5 {a}", f"0.3 {a} 0.7 {b}")]
     others.append(splits(data_path=[a], data_order="megatron"))
-    assert len({each.fingerprint for each in (made, by_size, *others)}) == 5  # A single component ignores its weight.
+    # The weight of a single component is ignored.
+    assert len({each.fingerprint for each in (made, by_size, *others)}) == 5
 
     separate = splits(data_path=[a], valid_data_path=["1", a, "1", b], test_data_path=[b], split="1")
     assert len(separate.train) == 124 and separate.test.num_tokens == 2000 and len(separate.valid.components) == 2
@@ -272,7 +274,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
 
 
 def of_lengths(folder: Path, documents: int, longest: int) -> str:
-    """Write documents of 1 to `longest` tokens. Every tenth one is empty."""
+    """Write documents of 1 to `longest` tokens. Every tenth document is empty."""
     rng = np.random.default_rng(documents)
     texts = [[*rng.integers(0, 256, rng.integers(0, longest)), BYTES.eod] for _ in range(documents)]
     return write_pair(folder / "pair", [text * (number % 10 != 4) for number, text in enumerate(texts)])
@@ -296,7 +298,7 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
 
 
 # Below 80 % of an epoch, Megatron shuffles the last epoch separately, so cases are above and below 1.8 epochs. In the
-# last cases, documents span many samples, and an epoch is shorter than a sample.
+# fourth case, a document spans many samples. In the fifth case, an epoch is shorter than a sample.
 @pytest.mark.parametrize(
     "documents, longest, seq_length, split, epochs",
     [
@@ -319,7 +321,7 @@ def test_samples_equal_megatron_core(
     for number, row in enumerate(found.tolist()):
         sample = expected[0][number]
         assert row == [*sample["tokens"].tolist(), int(sample["labels"][-1])]
-    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # compare the lengths of both splits
+    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # Compare the numbers of tokens.
         if held_out:
             lengths = their.dataset.sequence_lengths[their.indices]
             assert getattr(ours, name).num_tokens == lengths.sum() > 0

@@ -59,8 +59,10 @@ def test_parse_split() -> None:
         ([7, 9] * 125, "969,30,1", True, [0, 1936, 1991, 2000]),
         ([7, 9] * 125, "1,0,1000", True, [0, 7, 7, 2000]),
         ([1, 5, 1, 5, 1], "1", True, [0, 13, 13, 13]),
-        ([81, 10, 9], "8,1,1", True, [0, 81, 91, 100]),  # The border is within 10 % of the share.
-        ([810, 170, 20], "80,17,3", True, [0, 810, 980, 1000]),  # Borders are within 1 % of the shares.
+        # Each split differs from its share by at most 10 % of the share.
+        ([81, 10, 9], "8,1,1", True, [0, 81, 91, 100]),
+        # Each split differs from its share by at most 1 % of all tokens.
+        ([810, 170, 20], "80,17,3", True, [0, 810, 980, 1000]),
         # The splits are cut by position.
         ([160_000, 160_000, 80_001], "969,30,1", True, [0, 387_600, 399_600, 400_001]),
         ([810, 160, 30], "80,19,1", False, [0, 800, 990, 1000]),
@@ -79,7 +81,7 @@ def test_separate_validation_files(tmp_path: Path) -> None:
     assert texts(splits(tmp_path, a, valid_data=[b], test_data=[b])) == [b"x" * 1000, b"held out", b"held out"]
     with pytest.raises(FileNotFoundError, match="--test-data: no such file: nowhere"):
         splits(tmp_path / "unused", a, test_data=["nowhere"])
-    assert not (tmp_path / "unused").exists()  # The error comes before the text is tokenised.
+    assert not (tmp_path / "unused").exists()  # The error is raised before a text is tokenised.
 
 
 def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
         return str(splits(tmp_path, *files, **more).fingerprint)
 
     assert print_of(a) == print_of(a, need_valid=False) == print_of(a, text_key="body")
-    assert print_of(lines) == print_of(lines, text_key="text")  # The field is the default or --text-key.
+    assert print_of(lines) == print_of(lines, text_key="text")  # The default field is "text", too.
     prints = {print_of(a), print_of(a, split="8,2"), print_of(b), print_of(lines), print_of(lines, text_key="sentence")}
     values = np.zeros(1 << 21, np.uint16)
     for index in (0, 0, -1):  # The fingerprint covers the first and the last token.
@@ -107,7 +109,8 @@ def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
 
 
 def test_prepared_pairs_and_their_tokenizers(tmp_path: Path) -> None:
-    """All ids of `prefix` are within this tokenizer's vocabulary, so only the manifest shows the difference."""
+    """All ids of the file are in the vocabulary of bytes, so only the manifest shows that another tokenizer made the
+    file."""
     made_by = {"kind": "GPT2BPETokenizer", "vocab_size": 50257, "fingerprint": BYTES.fingerprint}
     prefix = write_pair(tmp_path / "pair", [range(100)], made_by=made_by)
     assert splits(tmp_path, data_path=[f"{prefix}.bin"], split="1").train.text() == bytes(range(100))
@@ -137,10 +140,10 @@ OLD = time.time_ns() - 10**12
 
 
 class Cache:
-    """A folder of texts and its cache.
+    """Text files, and a cache of their tokens.
 
     said: the lines of the log.
-    times: how many times a text was tokenised.
+    times: the number of times that text was tokenised.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -200,9 +203,9 @@ def test_key_depends_on_files_order_and_field(cache: Cache) -> None:
         ([b], "title", "TT", 3),
         ([b, a], None, "BBA", 4),
         ([a, b], None, "ABB", 5),
-        ([b, c], None, "BBC", 6),  # Each file has its default field.
+        ([b, c], None, "BBC", 6),  # The default field differs between the files.
         ([b, c], "sentence", "BBc", 7),
-        ([a], "title", "A", 7),  # Plain text has no field.
+        ([a], "title", "A", 7),  # --text-key does not apply to plain text.
         ([b], "sentence", "BB", 7),
     ):
         assert cache.read(*paths, text_key=key) == text and cache.times == times
@@ -215,11 +218,11 @@ def test_a_damaged_entry_is_made_again(cache: Cache) -> None:
     for times, pattern in enumerate(("hashes/*.json", "*.idx", "*.sha256", "*.bin"), 1):
         (found,) = cache.folder.glob(pattern)
         found.write_bytes(found.read_bytes()[:-1])
-        # After a damaged record the file is hashed, but not tokenised.
+        # If only the recorded hash is damaged, the text is hashed again, but not tokenised.
         assert cache.read(path) == "some text" and cache.times == times
-    found.write_bytes(found.read_bytes()[::-1])  # The damaged file has the same size.
+    found.write_bytes(found.read_bytes()[::-1])  # The size does not change.
     assert cache.read(path) == "some text" and ".bin is not as it was written" in " ".join(cache.said)
-    os.utime(found)  # The mtime is new, so the file is only hashed again.
+    os.utime(found)  # After a new mtime, the file is hashed again, but the text is not tokenised.
     assert cache.read(path) == "some text" and cache.times == 5
 
 
@@ -271,7 +274,7 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
 
 
 def test_one_of_several_readers_tokenises(cache: Cache) -> None:
-    """Each thread opens the lock file itself, as each process does."""
+    """Threads stand for processes here: each thread opens the lock file itself."""
 
     class Waiting(ByteTokenizer):
         def encode_utf8(self, data: bytes) -> np.ndarray:

@@ -38,7 +38,8 @@ EXAMPLES = [
     "a" * 5000,
     "\n \n" * 3000,
 ]
-# Classes of GPT-2's pattern (contractions, whitespace, numbers, letters of all planes) and names of special tokens.
+# Pieces of text for each class of GPT-2's pattern (contractions, whitespace, numbers, letters of all planes), and names
+# of special tokens.
 PIECES = [*" \n\t\u00a0\u3000\u2028'’é\u0301漢😀\U00018d89\U000325ee\ua7d2\u200d\x00\u2581", "'s", "'ll", "the", " 20"]
 PIECES += ["  ", "<|endoftext|>", "</s>", "<0xE2>"]
 
@@ -84,7 +85,7 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     again, path, old = load_tokenizer(tmp_path), tmp_path / METADATA_FILE, tmp_path / OLD_METADATA_FILE
     assert (again.kind, again.vocab_size, again.eod) == (tokenizer.kind, tokenizer.vocab_size, tokenizer.eod)
     assert list(again.encode("some text")) == list(tokenizer.encode("some text"))
-    path.rename(old)  # Older versions used this name.
+    path.rename(old)  # Older versions of this project used this file name.
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
     write(path, old.read_text().replace(tokenizer.fingerprint, "0" * 64))
     with pytest.raises(ValueError, match="not those that were sav"):
@@ -108,7 +109,8 @@ def test_split_text_keeps_the_ids(tokenizer: Tokenizer) -> None:
     parts = list(split_text(text, 1000))
     assert "".join(parts) == text and max(map(len, parts)) <= 2000 and len(parts) > 20
     assert [id for part in parts for id in tokenizer.encode(part)] == list(tokenizer.encode(text))
-    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]  # The text has no single space.
+    # This text has no single space at which it could be split.
+    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]
     assert list(split_text("")) == [""]
 
 
@@ -237,7 +239,7 @@ EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.
 
 
 class Engines:
-    """GPT-2's BPE by this project, which uses gigatoken, by tiktoken, and by HF tokenizers."""
+    """GPT-2's BPE in three implementations: this project with gigatoken, tiktoken, and Hugging Face's tokenizers."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import ByteLevelBPETokenizer
@@ -245,7 +247,7 @@ class Engines:
         ours: Any = build_tokenizer("GPT2BPETokenizer", cache_dir=str(folder))
         self.ours = ours
         assert ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
-        # Unlike tiktoken and this project, Hugging Face's tokenizers reads merges.
+        # Hugging Face's tokenizers applies the merges file. tiktoken and this project merge by rank.
         self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
 
     def check(self, texts: list[str]) -> None:
@@ -281,7 +283,8 @@ def test_engines_agree_on_the_class_of_every_character(every: int) -> None:
     spaced = [bytes([32, first]) for first in range(0xC2, 0xF5)]
     ranked = list(dict.fromkeys([*(bytes([value]) for value in range(256)), *pairs, *spaced]))
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(len(ranked)), len(ranked) + 1, len(ranked), {})
-    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # All later characters have the same class.
+    # All characters after U+33FFF have the same class.
+    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))
     for start in blocks[::every]:
         characters = [chr(code) for code in range(start, start + 32) if not 0xD800 <= code < 0xE000]
         text = "".join(f"{c}a{c}1{c}!{c}\t {c}'s" for c in characters)
@@ -318,5 +321,5 @@ def test_a_token_without_merges_is_left_to_tiktoken() -> None:
     ranked = [*(bytes([value]) for value in range(256)), b"abc"]
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(257), 258, 257, {})
     assert tokenizer._faster is None
-    assert list(tokenizer.encode("abc")) == [256]  # Only a word that equals the token has its id.
+    assert list(tokenizer.encode("abc")) == [256]  # Only the word "abc" has the id of the token b"abc".
     assert list(tokenizer.encode("abcd abc")) == list(b"abcd abc")

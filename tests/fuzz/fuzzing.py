@@ -1,8 +1,8 @@
-"""Fuzz a reader of external input: make a valid input, change it by seed, read it, and check limits.
+"""Fuzz the readers of external files: change a valid file, read the changed file, and check the result.
 
-A reader may accept the changed input, or refuse it with an error of `refusals` in one line. Everything else is a
-finding: a crash, a different exception, too much processor time or memory, or an accepted input that breaks an
-invariant. The seed determines the changes: bytes and numbers anywhere, and values in text files.
+A reader may accept a changed input, or refuse the input with one line in an exception of the types `refusals`.
+Everything else is a finding: a crash, a different exception, too much processor time or memory, or an accepted input
+that breaks an invariant. A seed determines the changes: other bytes, other numbers, and other values of JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Target:
     repair: updates the hashes of changed files, so that the code after the hash check is tested.
     refusals: the errors that are allowed.
     named: whether errors must name the file or a flag.
-    model: whether reading takes long.
+    model: True if a read takes long, for example of a whole model.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Target:
 
 
 class Input:
-    """A valid input of a target in `folder`, and changed inputs made from it."""
+    """A valid input for a target, in `folder`, and inputs with changes."""
 
     def __init__(self, target: Target, folder: Path) -> None:
         self.target, self.folder = target, folder
@@ -69,21 +69,21 @@ class Input:
         self._usual = time.process_time() - start
 
     def changed(self, seed: int) -> Files:
-        """Return the changed files of input number `seed`."""
+        """Return {file name: changed content} for a seed."""
         rng = Random(f"{self.target.name} {seed}")
         names = rng.sample(self.changeable, min(rng.choice((1, 1, 1, 2)), len(self.changeable)))
         return self.repaired({name: b"" if rng.random() < 0.005 else mutate(self.valid[name], rng) for name in names})
 
     def repaired(self, changed: Files) -> Files:
-        """Return the changed files, and those whose hashes the target updates."""
+        """Update the hashes with `target.repair`. Return all files that differ from the valid input."""
         files = self.valid | changed
         if self.target.repair:
             self.target.repair(files)
         return {name: data for name, data in files.items() if data != self.valid[name]}
 
     def attempt(self, changed: Files) -> tuple[str, str]:
-        """Read the input with the changed files, and return the result of the function `attempt`. A read may take
-        MAX_SECONDS longer than that of the valid input."""
+        """Read the input with the changed files, and return the result of the function `attempt`. The read may take
+        MAX_SECONDS longer than a read of the valid input."""
         for name, data in changed.items():
             (self.folder / name).write_bytes(data)
         place, size = str(self.folder) if self.target.named else "", sum(map(len, (self.valid | changed).values()))
@@ -93,7 +93,7 @@ class Input:
         finally:
             for path in self.folder.rglob("*"):
                 if path.is_file() and str(path.relative_to(self.folder)) not in self.valid:
-                    path.unlink()  # a file that the reader has written
+                    path.unlink()  # The reader has written this file.
             for name in changed:
                 (self.folder / name).write_bytes(self.valid[name])
 
@@ -230,8 +230,8 @@ def _place(data: bytes, rng: Random) -> int:
 
 
 def _other_value(old: bytes, data: bytes, rng: Random) -> bytes:
-    """Return a replacement for the value `old`: an odd value, a slightly changed number or string, another value of the
-    file, or `old` twice."""
+    """Return a replacement for the value `old`: an entry of ODD_VALUES, a slightly changed number or string, another
+    value of the file, or `old` twice."""
     near = old[:1] + rng.choice((b"x", b"", b"\\", b"#1")) + old[1:]
     if old.isdigit() and len(old) < 30:
         near = b"%d" % (int(old) + rng.choice((-1, 1, -int(old), 8, 2**31, 2**53)))

@@ -167,7 +167,7 @@ def read_pickled(folder: Path) -> None:
 
 def plain_dcp(folder: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The warning is about the single process, which is intended.
+        warnings.simplefilter("ignore")  # torch warns that only one process saves, which is intended here.
         save_dcp({"model": openai_state(random_weights(), transposed=True)}, checkpoint_id=folder, no_dist=True)
 
 
@@ -270,7 +270,7 @@ def read_text(folder: Path) -> None:
     texts += [document["text"] for document in shard_run.documents()]
     for text in texts:
         assert isinstance(text, str) and text, "no text"
-        text.encode("utf-8")  # The encoding fails for a lone surrogate.
+        text.encode("utf-8")  # A lone surrogate raises UnicodeEncodeError.
 
 
 def pair(folder: Path) -> None:
@@ -327,7 +327,7 @@ def check_tokenizer(tokenizer: Tokenizer, *, lossless: bool = True) -> None:
 
 
 def gpt2_files(folder: Path) -> None:
-    """Write a vocabulary of bytes and six merges."""
+    """Write GPT-2's two files with the 256 bytes and six merges."""
     files, problem = tokenizer_files(build_tokenizer("bytes"), 1024)
     assert not problem
     vocabulary, pairs = json.loads(files["vocab.json"]), ["t h", "th e", "\u0120 t", "\u0120t h", "i n", "e r"]
@@ -429,7 +429,7 @@ def run_folder(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> None:
-    """Read the incidents, which are sorted by time, and draw the report."""
+    """Check that the incidents are sorted by time, and draw the report."""
     times = [record["time"] for record in read_incidents(folder)]
     assert times == sorted(times)
     assert render_page(folder).startswith("<!DOCTYPE html>")

@@ -13,13 +13,13 @@ from tests.fuzz import targets
 from tests.fuzz.fuzzing import Input, attempt
 
 TARGETS = {target.name: target for target in targets.TARGETS}
-# Each target has this number of inputs, from seed 0. Reading a whole model, or drawing a report, takes the longest.
+# The number of changed inputs of a target. Targets that read a whole model or draw a report take longest.
 INPUTS, MODEL_INPUTS = 40, 8
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Input]:
-    """Return a function that returns the input of a target, and makes it at the first call."""
+    """Return a function that makes the `Input` of a target, given its name, at most once."""
     return functools.cache(lambda name: Input(TARGETS[name], tmp_path_factory.mktemp("input")))
 
 
@@ -57,8 +57,8 @@ def test_a_defect_is_found(name: str) -> None:
 
 NESTED = b"[" * 100_000
 PAIR, REPORT, TOKENIZER = "pair's manifest behind its seal", "config.json of a report", "tokenizer of a checkpoint"
-# Each case has the target, the end of a file's name, a pattern for the place in its valid content, the content that
-# replaces it, and words of the error. Without words, the input is accepted.
+# Each case has the target, the end of a file's name, a pattern in the valid content, the replacement of the match, and
+# words of the error. If the words are empty, the input must be accepted.
 ALL = rb"(?s).*"
 DEFECTS: list[tuple[str, str, bytes, bytes, str]] = [
     *(
@@ -78,7 +78,8 @@ DEFECTS: list[tuple[str, str, bytes, bytes, str]] = [
         (TOKENIZER, "facts.json", ALL, content, "tokenizer_facts.json")
         for content in (NESTED, b'{"kind": "' + b"x" * 5000 + b'", "fingerprint": ""}', b'\xff{"' + b"a" * 9000)
     ),
-    (PAIR, ".json", rb'"tokens": \d+', b'"tokens": 20', ""),  # All tokens are ends of documents and have no text.
+    # All 20 tokens are ends of documents, so the file has no text.
+    (PAIR, ".json", rb'"tokens": \d+', b'"tokens": 20', ""),
     ("builtin_bpe.json", BUILTIN_FILE, ALL, NESTED, "builtin_bpe.json"),
     ("vocabulary and merges", "merges.txt", ALL, b"x" * 9000 + b" y\n", "lacks its token"),
     ("SentencePiece model", "sp.model", "\u2581c".encode(), b"\xff\xff\xffc", "is not a SentencePiece model"),

@@ -103,7 +103,7 @@ def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[s
             path.write_bytes(flipped)
             try:
                 found = inspect.main([prefix, "--verify"]) == 1 and "DAMAGED" in capsys.readouterr().out
-            except ValueError as error:  # The file is refused when it is opened.
+            except ValueError as error:  # Opening the damaged file raises the error.
                 found = "is damaged" in str(error)
             assert found, (suffix, bit)
         path.write_bytes(whole)

@@ -1,4 +1,4 @@
-"""Test the proof of order: every layout is proven, and every planted fault is found with its line."""
+"""Test prove-order: it finds no fault in any layout, and names the line of each planted fault."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Patch = pytest.MonkeyPatch
 def story_of(
     flags: str, world_size: int, plant: Callable[[Patch], object] = lambda patch: None, ranks: tuple[int, ...] = ()
 ) -> str:
-    """Run the program with a fault that `plant` makes in `ranks`. Return the lines that explain the fault."""
+    """Record a training run in which `plant` makes a fault on `ranks`. Return the lines that explain the fault."""
     real = command.run
 
     def run(values: dict[str, Any], rank: int, size: int) -> None:
@@ -102,7 +102,8 @@ def test_a_layout_is_proven(flags: str, world_size: int):
 
 
 def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]):
-    """Without `batch_isend_irecv`, gloo sends and receives at the same time, and NCCL in order."""
+    """Without `batch_isend_irecv`, gloo sends and receives at the same time, but NCCL receives only after it has
+    sent."""
     records: list[RankRecord] = []
     for rank in range(2):
         with record(rank, 2, records):
@@ -110,7 +111,6 @@ def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture
             texts = [""] * 2
             dist.all_gather_object(texts, f"from rank {rank}")
             assert texts == ["from rank 0"] * 2
-            # The send and the receive are two calls, and not a batch.
             works = [dist.isend(torch.zeros(2), 1 - rank), dist.irecv(torch.zeros(2), 1 - rank)]
             for work in works:
                 work.wait()
@@ -132,7 +132,8 @@ def line_numbers(file: str, text: str) -> list[int]:
 
 
 def extra(owner: Any, name: str, call: Callable[..., object], *, after: bool = False) -> Callable[[Patch], None]:
-    """Make `owner.name` also call `call`, with the same arguments: before, or after it with the result first."""
+    """Make `owner.name` first call `call` with its arguments. With `after`, `call` runs last, and its first argument is
+    the result."""
 
     def both(original: Any, *args: Any, **options: Any) -> Any:
         if not after:
@@ -149,7 +150,7 @@ def changed(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[Patch],
     """Replace the function owner.name by one that calls `new` with the original function and the arguments."""
 
     def plant(patch: Patch) -> None:
-        # A partial object adds no line to the location of a call, but is not bound to an instance.
+        # A partial object adds no frame to the location of a call, but does not become a method.
         replacement = functools.partial(new, getattr(owner, name))
         is_method = isinstance(owner, type)
         patch.setattr(owner, name, (lambda *args, **more: replacement(*args, **more)) if is_method else replacement)
@@ -162,7 +163,7 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[Patch], None]:
 
 
 def without_wait(original: Any, *args: Any, **options: Any) -> Any:
-    """Call an asynchronous operation whose handle does not wait."""
+    """Start an asynchronous operation. Return a handle whose `wait` does nothing."""
     out, ignored = original(*args, **options), SimpleNamespace(wait=lambda: None)
     return [ignored] * len(out) if isinstance(out, list) else ignored if options.get("async_op") else out
 
@@ -190,7 +191,7 @@ def opposing_sends(*_: Any) -> None:
 class Fault(NamedTuple):
     """A fault that is planted in `ranks`.
 
-    line: the file and the text of a line that the report must name.
+    file, line: the file and the text of a line that the report must name.
     """
 
     plant: Callable[[Patch], object]

@@ -127,8 +127,8 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]:
-    """Return an address, and a list of raw answers to its next connections. After the last one, the server is
-    silent."""
+    """Yield the address of a server, and a list of its raw answers to the next connections. After the last answer, the
+    server stays silent."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     answers: list[bytes] = []
@@ -186,7 +186,7 @@ def get(url: str, max_bytes: int = 100_000, seconds: float = 60.0) -> Page:
 )
 def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
     address, answers = server
-    answers += [answer] * 6  # for redirects, and because aiohttp repeats a request after a lost connection
+    answers += [answer] * 6  # aiohttp repeats a request for a redirect and after a lost connection.
     with pytest.raises(PageError) as refused:
         get(address)
     assert str(refused.value) == reason

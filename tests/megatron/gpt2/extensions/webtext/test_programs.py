@@ -1,5 +1,5 @@
-"""Test the programs of tools/openwebtext: each program with scraped text, with bad input and with datatrove, and all
-programs in sequence on a simulated web."""
+"""Test the programs of tools/openwebtext: with bad input, without a network, on Slurm, and all programs in sequence on
+a simulated web."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_file_names_of_2019_from_addresses_to_a_data_set():
-    """A name that ends in .json is one file. A folder is accepted instead of a file."""
+    """An OUTPUT whose name ends in .json is one file. Any other OUTPUT is a folder."""
     Path("urls.txt").write_text("\ufeffhttp://a.org/1\nhttp://a.org/1\nhttp://b.org/2\n")
     program("blacklist_urls", "urls.txt", "clean_urls.txt", "--urls-per-file", "1")
     assert Path("clean_urls.txt").read_text() == "http://a.org/1\nhttp://b.org/2\n"
@@ -220,7 +220,7 @@ BAD_URLS = [
     "not an address",
     "http://10.0.0.1/a",
 ]
-# The added URLs are duplicates of others.
+# These URLs are duplicates of URLs above.
 BAD_URLS += [URLS[0] + "#part", URLS[1].replace("http://", "https://www."), URLS[2] + "/"]
 
 

@@ -15,7 +15,7 @@ from megatron.gpt2.extensions.webtext.step import StepRun, WebtextStep, find_inp
 
 
 def shorten(run: StepRun) -> None:
-    """Drop texts of fewer than `least` characters, and record the call."""
+    """Drop texts of fewer than `least` characters. Append the name of the input to the file `calls`."""
     with open(run.args.calls, "a") as file:
         file.write(f"{run.source.name}\n")
     for document in run.documents():
@@ -83,9 +83,9 @@ def test_complete_inputs_are_skipped(three: ThreeInputs):
     three.run()
     whole = three.bytes()
     assert reran() == ""
-    (three.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # The damaged file has the same size.
+    (three.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # The size does not change.
     assert reran() == "b" and three.bytes() == whole
-    (three.output / "manifests/c.json").unlink()  # The step was killed between the output and its manifest.
+    (three.output / "manifests/c.json").unlink()  # A kill between the output and its manifest gives this state.
     (three.output / ".a.jsonl.tmp").write_bytes(b"killed within")
     assert reran() == "c"
     three.write("a", ["another text"])
