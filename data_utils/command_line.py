@@ -1,4 +1,4 @@
-"""Command lines: parse flags, print, show progress, exit."""
+"""Helpers for command-line programs: flags, output, progress bars, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TextIO
 
 Log = Callable[[str], None]
 ROOT = Path(__file__).resolve().parents[1]
-# the subcommands of `gpt2` whose names differ from those of their files in tools/ or scripts/
+# Some subcommands of `gpt2` have other names than their files in tools/ or scripts/.
 COMMANDS = {
     "evaluate_gpt2": "evaluate",
     "pretrain_gpt2": "pretrain",
@@ -34,8 +34,8 @@ def how_to_call(program: str) -> str:
     """Return the command that starts a program from the current folder, for errors and hints.
 
     program: the name of a file in tools/ or scripts/, without suffix. In a checkout the command is for example "bash
-    scripts/python.sh tools/checkpoint.py" or "bash scripts/pretrain_gpt2.sh". If only the package is installed, it is
-    "gpt2 checkpoint".
+        scripts/python.sh tools/checkpoint.py" or "bash scripts/pretrain_gpt2.sh". If only the package is installed, the
+        command is "gpt2 checkpoint".
     """
     scripts, tool = ROOT / "scripts", ROOT / "tools" / f"{program}.py"
     if not (scripts / "python.sh").exists():
@@ -83,7 +83,7 @@ def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
 
 
 class NoProgressBar:
-    """A replacement of tqdm's bar that draws nothing. The class has the methods of tqdm that this project uses."""
+    """A replacement of tqdm's progress bar that draws nothing. It has the methods of tqdm that this project uses."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self._iterable = iterable or ()
@@ -140,7 +140,7 @@ def print_help(prog: str, words: Sequence[str], description: str | None) -> None
 
 
 def positive_int(text: str) -> int:
-    """Convert an argument of the command line to an integer of at least 1, as a type for argparse."""
+    """Convert an argument of the command line to an integer of at least 1. argparse calls this function as a `type`."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
@@ -148,7 +148,7 @@ def positive_int(text: str) -> int:
 
 
 def bounded_float(least: float, most: float) -> Callable[[str], float]:
-    """Return a type for argparse: a number from `least` to `most`."""
+    """Return a converter for argparse that accepts numbers from `least` to `most`."""
 
     def number(text: str) -> float:
         value = float(text)

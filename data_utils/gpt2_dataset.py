@@ -1,11 +1,10 @@
 """Datasets of samples with `seq_length + 1` tokens, from which inputs and labels are cut: a text, a blend, and
 Megatron's order.
 
-A blend mixes several texts, its components, in blocks of `BLEND_BLOCK` samples. Each block has the same number of
-samples of a component: the share of the component's weight, rounded by largest remainder. Every block has a component's
-samples at the same positions. A Feistel permutation, which depends on the seed, decides the positions. Any sample is
-found in O(1). Each component is read in the same order as without a blend, with a new permutation in each of its
-epochs.
+A blend mixes several texts, its components, in blocks of `BLEND_BLOCK` samples. In every block, a component has the
+same number of samples, in proportion to its weight (rounded by largest remainder), and at the same positions. A Feistel
+permutation, which depends on the seed, gives the positions. Any sample is found in O(1). Each component is read in the
+same order as without a blend, with a new permutation in each of its epochs.
 
 Megatron's order (`megatron.core.datasets.gpt_dataset.GPTDataset`) allows comparisons with Megatron. The documents of
 all epochs are shuffled together and concatenated. A sample begins every seq_length tokens, and the samples are shuffled
@@ -29,7 +28,7 @@ SEPARATE_BELOW = 0.80  # If the run needs a smaller share of the last epoch, tha
 
 
 class DamagedData(ValueError):
-    """A file holds a token id outside the vocabulary, or was changed while it is read."""
+    """Raised if a file contains a token id outside the vocabulary, or was changed while the run reads it."""
 
     cause = "damaged data"
 
@@ -95,8 +94,8 @@ class GPT2Dataset:
         return rows
 
     def check_unchanged(self) -> None:
-        """Raise DamagedData if the file was changed. Reading behind the end of a shortened file would kill the
-        process."""
+        """Raise DamagedData if the file was changed. Reading a memory map behind the end of a shortened file would kill
+        the process."""
         if name := self.changed_file():
             raise DamagedData(
                 f"{name} was changed while this run reads it: restore it; the same command continues from the last "
@@ -160,7 +159,7 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
 
 
 class BlendedDataset:
-    """Mixes several datasets in an order that depends on `seed`. A loader reads the blend in sequential order.
+    """Mixes several datasets in an order that depends on `seed`. A loader does not shuffle the blend again.
 
     A training blend has no end. For evaluation no component is shuffled, and the blend ends before a component would
     repeat.
@@ -217,7 +216,7 @@ def megatron_split_borders(documents: int, shares: Sequence[Fraction]) -> list[i
 
 
 class MegatronOrderDataset:
-    """The samples of a training split in Megatron's order. A loader reads the dataset in sequential order.
+    """The samples of a training split in Megatron's order. A loader does not shuffle them again.
 
     dataset: the training split.
     document_starts: int64 [documents + 1], the index in `dataset.tokens` at which each document begins, and then the

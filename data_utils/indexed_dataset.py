@@ -178,8 +178,8 @@ class IndexedDatasetBuilder:
 
 
 class TokenFile:
-    """A file of tokens. `tokens` is a memory-mapped array. `document_starts`, int64 [documents + 1], is in tokens, from
-    0 to `len(tokens)`. `kind` names the format."""
+    """A file of tokens. `tokens` is a memory-mapped array. `document_starts`, int64 [documents + 1], is the index of
+    the first token of each document, and then `len(tokens)`. `kind` names the format."""
 
     kind = "indexed"
     document_starts: np.ndarray
@@ -321,8 +321,8 @@ class RawTokenFile(TokenFile):
 
     @cached_property
     def document_starts(self) -> np.ndarray:  # type: ignore[override]
-        """The start of each document, int64 [documents + 1], from 0 to `len(tokens)`. The first access reads all
-        tokens."""
+        """The index of the first token of each document, int64 [documents + 1], and then `len(tokens)`. The first
+        access reads all tokens."""
         blocks = [
             np.flatnonzero(self.tokens[start : start + EOD_SEARCH_TOKENS] == self._eod) + start + 1
             for start in range(0, len(self.tokens), EOD_SEARCH_TOKENS)
@@ -346,7 +346,8 @@ def open_token_file(path: str | Path, eod: int) -> TokenFile:
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """Read the manifest of a pair. Return None if the manifest does not exist. Raises ValueError if it is damaged."""
+    """Read the manifest of a pair. Return None if the manifest does not exist. Raises ValueError if the manifest is
+    damaged."""
     path = Path(f"{prefix}.json")
     manifest = read_checksummed_json(path)
     if manifest is None:

@@ -26,7 +26,7 @@ MISSING = -1  # the id that pads a window after the split's last token; the loss
 ROUNDS = 6
 # number of samples that the loader permutes in one call; a call for fewer samples takes nearly the same time
 PERMUTED_AT_ONCE = 1024
-END_OF_RUN = 1 << 62  # samples, more than any run consumes
+END_OF_RUN = 1 << 62  # a number of samples that no run reaches
 
 # a function from global sample numbers, int64 [k], to indices in a dataset, int64 [k]
 Order = Callable[[np.ndarray], np.ndarray]
@@ -71,8 +71,9 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
         >>> permute(np.arange(5), 5, permutation_key(1))
         array([1, 2, 0, 4, 3])
 
-    A Feistel network permutes the next power of two. A position outside range(size) is permuted again until it is
-    inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes are usual.
+    A Feistel network permutes the numbers below a power of two. A position outside range(size) is permuted again until
+    it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes are
+    usual.
 
     indices: int64 [k], in range(size).
     key: uint64 [k], one for each index, or [1], one for all indices.
@@ -151,8 +152,8 @@ class BatchSchedule:
         return self.milestones[bisect.bisect_right(self.milestones, (consumed, END_OF_RUN)) - 1][1]
 
     def spans(self, consumed: int = 0) -> Iterator[range]:
-        """Yield a range for each batch size: the samples consumed before each of its steps. The last range has no
-        end."""
+        """For each batch size, yield a range: the numbers of samples that are consumed before the steps of this size.
+        The last range has no end."""
         ends = [samples for samples, _ in self.milestones[1:]] + [END_OF_RUN]
         for (_, size), end in zip(self.milestones, ends, strict=True):
             if consumed < end:
@@ -201,10 +202,10 @@ class BatchLoader:
     schedule: the global batch sizes, multiples of micro_batch_size · data_parallel_size.
     contiguous: the micro-batches of a rank are contiguous; otherwise the ranks take turns.
     collate_fn: receives this rank's b samples of a step, int64 [b, seq_length + 1], in the order of micro-batches, and
-        their global numbers, int64 [b]. `next` returns its result, by default the samples.
+        their global numbers, int64 [b]. `next` returns the result of `collate_fn`, by default the samples.
 
-    A thread prepares `prefetch` steps ahead, including `collate_fn`; with 0, `next` prepares the step. `next` raises
-    the thread's errors.
+    A thread prepares `prefetch` steps ahead and calls `collate_fn`. If `prefetch` is 0, `next` prepares each step.
+    `next` raises the thread's errors.
     """
 
     def __init__(

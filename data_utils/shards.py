@@ -51,7 +51,7 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
 
 @contextlib.contextmanager
 def disk_full_errors(output: object) -> Iterator[None]:
-    """Let the error of a full disk in the block say how to continue."""
+    """If the disk is full in the block, raise an OSError that says how to continue."""
     try:
         yield
     except OSError as error:

@@ -73,7 +73,7 @@ def tokenise(
             for path, (_, field) in zip(paths, contents, strict=True)
         ]
         entries = json.dumps([fields, [sha256 for sha256, _ in contents]])
-        # A default limit of bad lines adds nothing, so that the keys of existing caches and checkpoints stay valid.
+        # The default limit adds nothing to the key, so that the keys of existing caches and checkpoints stay valid.
         lenient = str(max_bad_fraction) if max_bad_fraction > MAX_BAD_FRACTION else ""
         return fingerprint_of(str(TOKEN_CACHE_VERSION), entries, lenient, tokenizer.fingerprint)[:32]
 
@@ -160,7 +160,8 @@ def _check_pair(prefix: Path) -> None:
 
 
 def _identity(path: str) -> Identity:
-    """Return the path, size in bytes and mtime in ns. Files with equal values are assumed to have the same content."""
+    """Return the path, size in bytes and mtime in ns. A file with the same path, size and mtime is assumed to have the
+    same content."""
     if path == BUILTIN:
         return [BUILTIN, *builtin_versions()]
     status = os.stat(path)
@@ -173,7 +174,7 @@ def _record_path(folder: Path, identity: Identity) -> Path:
 
 
 def _recorded_content(folder: Path, path: str) -> Content | None:
-    """Return the recorded content of the file, or None if the file has changed since then."""
+    """Return the recorded hash and text field of the file, or None if the file has changed since the record."""
     identity = _identity(path)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads(_record_path(folder, identity).read_text(encoding="utf-8"))

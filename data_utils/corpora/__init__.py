@@ -89,7 +89,7 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
 
 
 def _corpora_file() -> Path:
-    """Return the path of the file that lists named corpora. The file may not exist."""
+    """Return the path of the file that lists named corpora, which may not exist."""
     if CORPORA_VARIABLE in os.environ:
         return Path(os.environ[CORPORA_VARIABLE])
     shipped = Path(__file__).resolve().parents[2] / SHIPPED_CORPORA
@@ -184,7 +184,7 @@ def detect_compression(path: str | Path) -> str | None:
 @contextlib.contextmanager
 def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file for binary reading, and decompress it if needed. The file may have several gzip members or zstd
-    frames. If a read in the block finds damage, ValueError names the file."""
+    frames. If the block reads damaged data, a ValueError names the file."""
     kind = detect_compression(path)
     try:
         with (
@@ -196,7 +196,7 @@ def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
         ):
             yield cast(BinaryIO, file)
     except (OSError, EOFError, zlib.error) as error:
-        # With an error number, the operating system failed to read the file, and the content is not damaged.
+        # An error with an errno is a failure of the operating system. The content is not damaged.
         if isinstance(error, OSError) and error.errno:
             raise
         raise ValueError(f"{path} is damaged: {error}") from None
@@ -261,8 +261,8 @@ def read_documents(
 
 
 def check_bad_lines(bad: int, lines: int, max_bad_fraction: float, first_bad: str, advice: str) -> None:
-    """Raise ValueError if more than `max_bad_fraction` of `lines` are unusable. `first_bad` describes the first such
-    line."""
+    """Raise ValueError if more than `max_bad_fraction` of `lines` are unusable. `first_bad` describes the first
+    unusable line."""
     if bad > max_bad_fraction * lines:
         raise ValueError(
             f"{first_bad}; {bad:,} of {lines:,} lines are unusable, more than --max-bad-fraction "

@@ -85,7 +85,7 @@ def builtin_versions() -> list[str]:
 
 
 def _is_new(paragraph: str, seen: set[int]) -> bool:
-    """Return True if no run of RUN words of `paragraph` is in `seen`. If so, add all its runs to `seen`."""
+    """If none of the runs of RUN words of `paragraph` is in `seen`, add all of them to `seen` and return True."""
     words = paragraph.split(" ")
     runs = {hash(" ".join(words[first : first + RUN])) for first in range(max(1, len(words) - RUN + 1))}
     if runs & seen:

@@ -1,10 +1,10 @@
 """Atomic writes, locks, checksummed JSON, hashes of files, and threads that read or write several files.
 
 After a crash of the process or the machine, a file has its old or its new content, never a mixture. The system frees
-the lock of a process that dies. A checksummed JSON object ends with the sha256 of the bytes before it. Checksummed JSON
-has two layouts on disk. In the manifests of token files and their shards, the JSON is indented, and the hash covers
-everything before the comma of its entry. In a checkpoint's manifest, each entry is a line, and the hash covers
-everything before its value.
+the lock of a process that dies. A checksummed JSON object ends with the sha256 of all bytes before this hash.
+Checksummed JSON has two layouts on disk. In the manifests of token files and their shards, the JSON is indented, and
+the hash covers everything before the comma of its entry. In a checkpoint's manifest, each entry is a line, and the hash
+covers everything before its value.
 
 The versions of all formats that this project writes to disk and reads again:
 
@@ -80,8 +80,8 @@ def fsync_path(path: str | Path) -> None:
 
 
 def add_path(error: BaseException, path: str | Path) -> None:
-    """Let an OSError name the file `path` if it names no file, as after a failed write, fsync or lock. Let the error of
-    a full disk say how much space is free."""
+    """Add the file name `path` to an OSError that has no file name, as after a failed write, fsync or lock. Add the
+    free space to the error of a full disk."""
     if isinstance(error, OSError) and error.errno:
         error.filename = error.filename or str(path)
         if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):  # The message is added only once.
@@ -196,8 +196,8 @@ def write_checksummed_json(path: Path, entries: Mapping[str, Any]) -> None:
 
 
 def read_checksummed_json(path: Path) -> dict[str, Any] | None:
-    """Return the entries that `write_checksummed_json` wrote, or None if the file is missing. Raises ValueError if the
-    file was changed."""
+    """Return the entries that `write_checksummed_json` wrote to `path`, or None if the file is missing. Raises
+    ValueError if the file was changed."""
     with wrap_errors(path):
         if not path.exists():
             return None
@@ -257,7 +257,7 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Read a file. Raises ValueError if it is larger than `max_bytes`, or if it is a pipe or a device, which may have
+    """Read a file. Raises ValueError if the file is larger than `max_bytes`, or is a pipe or a device, which may have
     no end."""
     if not path.is_file() and path.exists():
         raise ValueError("is not a file")
@@ -268,7 +268,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """Read the JSON object in the file `path`, of at most `max_bytes` bytes. Raises ValueError, which names the file,
-    for anything else."""
+    for other content."""
     with wrap_errors(path):
         return parse_json_object(read_file(path, max_bytes))
 
@@ -430,8 +430,8 @@ def run_future(result: Future[R], work: Callable[..., R], *args: Any) -> None:
 
 
 def machine_memory(entry: str) -> int | None:
-    """Return an entry of Linux's /proc/meminfo in bytes, for example "MemTotal" or "MemAvailable" (the memory that a
-    program can get without swapping); None on other systems."""
+    """Return an entry of Linux's /proc/meminfo in bytes, or None on other systems. The entry "MemAvailable" is the
+    memory that a program can get without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

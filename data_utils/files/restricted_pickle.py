@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 16 << 20
-# An instruction that only uses the memo costs 1, and any other one costs 5. A `.metadata` file of a 72-layer model with
-# Adam's state at tensor-parallel size 8 has 1.1 million instructions, of which half only use the memo.
+# The maximum cost of a pickle: an instruction that only uses the memo costs 1, any other instruction costs 5. A
+# `.metadata` file of a 72-layer model with Adam's state at tensor-parallel size 8 has 1.1 million instructions, of
+# which half only use the memo.
 BUDGET = 3_450_000
 CHEAP = frozenset(b"\x94hjKqr")
 MAX_NAMES = 200
@@ -25,7 +26,8 @@ NO_NAMES = re.compile("(?!)")
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """A placeholder for an object whose class the file names. The placeholder has only the arguments and the state."""
+    """A placeholder for an object whose class the file names. The placeholder stores only the arguments and the state
+    that the file gives for the object."""
 
     name: str
     args: Any = ()

@@ -264,7 +264,7 @@ def json_parser() -> Callable[[bytes], Any]:
 
 
 def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest], log: Log) -> None:
-    """Collect the unusable lines of all shards. Raises ValueError if there are too many."""
+    """Collect the unusable lines of all shards. Raises ValueError if too many lines are unusable."""
     bad = sum(len(shard["bad"]) for shard in shard_manifests)
     usable = sum(shard["records"] for shard in shard_manifests)
     path, first = Path(f"{job.output_prefix}.bad.jsonl"), ""
@@ -286,8 +286,8 @@ def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest],
 
 
 def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Manifest]) -> Manifest:
-    """Merge the shards of a key into a pair in the shards' folder. Return its manifest. Raises ValueError if there is
-    no text."""
+    """Merge the shards of a key into a pair in the shards' folder. Return its manifest. Raises ValueError if the key
+    has no text in any document."""
     tokenizer, inputs = tokenizer_of(job), list[dict[str, Any]]()
     with IndexedDatasetBuilder(job.merged(key), token_dtype(tokenizer.vocab_size)) as builder:
         for number, shard in enumerate(shard_manifests):
@@ -315,7 +315,7 @@ def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Man
 
 
 def _rename_pair(temporary: str, prefix: str) -> None:
-    """Rename a complete pair and its manifest. The `.idx` file is renamed last, because readers look for it."""
+    """Rename a complete pair and its manifest. Readers look for the `.idx` file, so this file is renamed last."""
     for suffix in (".bin", ".json", ".idx"):
         os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
         fsync_path(Path(prefix).parent)

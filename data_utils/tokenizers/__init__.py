@@ -72,7 +72,7 @@ def _read(path: Path) -> bytes:
 
 
 def kind_of_vocabulary(vocab_file: str) -> str:
-    """Return the kind of tokenizer, one of KINDS, for a vocabulary file by its name."""
+    """Choose the kind of tokenizer, one of KINDS, by the name of a vocabulary file."""
     return "characters" if vocab_file.endswith(".pkl") else "GPT2BPETokenizer"
 
 

@@ -1,8 +1,8 @@
 """The base class of tokenizers, and tokenizers of bytes, of characters and of SentencePiece.
 
 Every tokenizer is lossless (`decode(encode(text)) == text`) or refuses a text for which it has no ids. No text is ever
-encoded as the end-of-document id. A SentencePiece model that was trained with other options may normalise text or put a
-space before the text, and decoding returns the normalised text.
+encoded as the end-of-document id. A SentencePiece model that `train_sentencepiece` did not train may normalise text or
+put a space before the text, and decoding returns the normalised text.
 """
 
 import io
@@ -101,7 +101,7 @@ class Tokenizer(ABC):
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, directory: str | Path) -> None:
-        """Write the files for `load_tokenizer` into `directory`. A different file of that name is replaced
+        """Write the files for `load_tokenizer` into `directory`. An existing file with different content is replaced
         atomically."""
         directory = Path(directory)
         make_folder(directory)

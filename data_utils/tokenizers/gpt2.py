@@ -58,8 +58,8 @@ def bytes_to_unicode() -> list[str]:
 
 
 def find_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """Return the merge of `token`: the pair that remains after all earlier merges. None if the token is a single byte
-    or is not the result of a merge."""
+    """Return the pair of tokens whose merge gives `token`, after all earlier merges. Return None if the token is a
+    single byte or is not the result of a merge."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         joined = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]
@@ -71,7 +71,8 @@ def find_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] 
 
 
 class Gigatoken:
-    """Encode valid UTF-8 to ranks, uint32 [tokens]. Return None if tiktoken's ranks may differ.
+    """An encoder that calls gigatoken: valid UTF-8 -> ranks, uint32 [tokens]. It returns None if tiktoken's ranks may
+    differ.
 
     ranked: the tokens in the order of training.
     """
@@ -199,7 +200,8 @@ def gpt2_tokenizer(
     vocab_data: bytes, merge_data: bytes, vocab_name: str = "--vocab-file", merge_name: str = "--merge-file"
 ) -> BytePairTokenizer:
     """Make GPT-2's BPE, or another in its format, from the contents of two files: JSON of token to id, and the merges
-    in order. Error messages use the names. Raises ValueError if a file has a different format."""
+    in order. `vocab_name` and `merge_name` name the files in errors. Raises ValueError if a file has a different
+    format."""
     with wrap_errors(vocab_name):
         vocabulary: dict[str, int] = parse_json_object(vocab_data)
         if sorted(vocabulary.values()) != list(range(len(vocabulary))) or END_OF_TEXT not in vocabulary:

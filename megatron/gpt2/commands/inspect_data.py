@@ -25,7 +25,8 @@ TOKENS_AT_ONCE = 1 << 24
 
 
 def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | None) -> list[str]:
-    """Return one line for each damaged part. Raises FileNotFoundError if there is nothing to compare with."""
+    """Return one line for each damaged part. Raises FileNotFoundError if there is neither a manifest nor a
+    vocabulary."""
     if manifest is None and vocab_size is None:
         raise FileNotFoundError(
             f"{data.prefix}.json is missing, which has the hashes to compare with; give --tokenizer-type "
@@ -45,8 +46,8 @@ def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | N
 
 
 def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:
-    """Save a histogram of the document lengths to `path`. Raises ValueError without matplotlib, or for a suffix that it
-    does not support."""
+    """Save a histogram of the document lengths to `path`. Raises ValueError if matplotlib is missing or does not
+    support the suffix."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -4,10 +4,9 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
 
 The input is JSON (one object per line, or one array), plain text (one document per file), or Parquet. Files may be
-compressed with gzip or zstd. Each of --json-keys gives a pair PREFIX_KEY_document.bin and .idx, and .json, its
-manifest. After a kill, the same command continues. Unusable lines are skipped, counted, and written to
-PREFIX.bad.jsonl. Exit
-codes: 0; 2 for bad input.
+compressed with gzip or zstd. Each key in --json-keys gives a pair PREFIX_KEY_document.bin and .idx, with a manifest in
+.json. After a kill, the same command continues. Unusable lines are skipped, counted, and written to PREFIX.bad.jsonl.
+Exit codes: 0; 2 for bad input.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Batches on the device, and a check that all ranks of a model-parallel group (tensor · pipeline) read the same text.
 
-Every rank reads its batches itself, because document lengths are needed on the host, and no rank sends a batch to
-others. At log lines the ranks compare checksums of the text that they have read.
+Every rank reads its batches itself, because document lengths are needed on the host. No rank sends a batch to another
+rank. At log lines the ranks compare checksums of the text that they have read.
 Legend: b samples of a step on this rank, s sequence.
 """
 
@@ -26,7 +26,7 @@ class Batch:
     mask: [b, s] float32, 0 for tokens without a loss.
     sample_ids: [b] int64, the index of each sample in the run; None in an evaluation.
     positions: [b, s] int64 with --reset-position-ids, otherwise None.
-    host_tokens: with --reset-attention-mask, the tokens on the host, where padding is -1; otherwise None.
+    host_tokens: [b, s] int64 on the host, the tokens with -1 for padding; None without --reset-attention-mask.
     eod: the token that ends a document.
     """
 

@@ -4,7 +4,7 @@
 
 prove_order takes the flags of pretrain_gpt2. Each rank runs the program with a narrow model and short samples: it loads
 a checkpoint, trains two steps, evaluates, saves and generates text. Layers, micro-batches and schedule come from the
-command line. Left out are --compile, local checkpoints and a batch that grows. Nothing is sent, and your data and
+command line. The run leaves out --compile, local checkpoints and a growing batch. Nothing is sent, and your data and
 checkpoints are not read or written. The proof covers:
 
 - No order in time lets ranks wait for each other, under the rules of NCCL and of gloo.
@@ -87,7 +87,7 @@ def small_run(arguments: Arguments, folder: Path) -> dict[str, Any]:
         "data.split": "80,10,10",
         "data.data_cache_path": str(folder / "cache"),
         "data.tokenizer_type": "bytes",
-        # Keep the number of buckets of the whole run.
+        # The narrow model has the same number of buckets as the model of the user.
         "parallel.ddp_bucket_size": max(1, int(config.parallel.ddp_bucket_size * scale**2)),
         "train.device": "cpu",
         "train.train_iters": 3,
@@ -127,7 +127,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[RankRecord]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="order_")))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for owner, name, replacement in (
-            (devices, "_measure_gemm_flops", lambda *_: 1.0),  # Measuring the rate of products takes 0.3 s.
+            (devices, "_measure_gemm_flops", lambda *_: 1.0),  # Measuring the speed of matrix products takes 0.3 s.
             (RunLog, "_write", lambda *_: ""),  # The report and the plot are not written.
             (hooks, "MEMORY_PLAN", "absent:absent"),  # The memory plan traces a step with separate groups.
             (evaluate, "SAMPLING", dataclasses.replace(evaluate.SAMPLING, max_new_tokens=NEW_TOKENS)),

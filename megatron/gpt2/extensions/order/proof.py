@@ -1,8 +1,8 @@
 """Prove that recorded ranks cannot wait for each other forever, and that their calls match.
 
 `Playback` repeats the calls of all ranks together. A rank issues its calls in order, and stops at a wait until the call
-is complete. The calls of a channel have numbers. A call is complete when each of its members has started the call with
-the same number.
+is complete. A channel is a group of ranks, or the messages from one rank to another. Its calls are numbered. A call is
+complete when each member has started the call with this number.
 
     nccl the calls of a rank start one after the other, even those of different groups: NCCL demands the same order of
            all communicators, because a call occupies the device until its peers come. The sends and receives of a batch

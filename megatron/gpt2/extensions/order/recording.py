@@ -4,9 +4,10 @@ Inside `record`, torch.distributed has a process group of the whole world that s
 collective, each send and receive, and each wait. A dispatch mode watches the memory of messages that are being sent or
 received: an operator must not read what is still received, nor write to what is still sent or received.
 
-The program needs values to continue. A received tensor has zeros. The result of a small collective is the data of the
-first rank of its group, and the result of a large collective is the rank's own data. Small results are wrong but equal
-on all ranks, so decisions that depend on them are equal too. Record the ranks in their order for this reason.
+The program needs values to continue. A received tensor is filled with zeros. The result of a small collective is the
+data of the first rank of its group, and the result of a large collective is the rank's own data. Small results are
+wrong but equal on all ranks, so decisions that depend on them are equal too. Therefore the ranks must be recorded in
+ascending order.
 
 The recorder does not see communication in other threads, memory that NumPy reads, the end of a call that is only
 polled, and the sizes of the parts of an uneven all-to-all. `Work.get_future()`, which torch's DDP calls, counts as a
@@ -35,8 +36,8 @@ from megatron.gpt2.extensions.plan import process_group
 from megatron.gpt2.extensions.plan.process_group import tensors_in
 
 BACKEND = "recorded"  # the name of the backend in torch.distributed
-# Results with at most this number of elements are the same on all ranks. Results of bytes always are, because torch
-# sends Python objects as bytes.
+# Results with at most this number of elements are the same on all ranks. Results of dtype uint8 are always the same,
+# because torch sends Python objects as bytes.
 KEPT = 1 << 14
 DEPTH = 3  # number of lines of the program, from the innermost line, that describe a call
 # (first address, address after the last byte, whether the memory is written)
@@ -73,7 +74,7 @@ class RankRecord:
     """The recorded communication of one rank.
 
     events: (True, call) for a call and (False, call) for the first wait for it, in order.
-    faults: uses of memory that was on its way, and calls that nobody waited for.
+    faults: uses of memory that an unfinished call reads or writes, and calls that the program never waits for.
     values: results of collectives for later ranks, by channel and number.
     error: the error that ended the rank.
     """
@@ -171,9 +172,9 @@ class RecordedGroup(process_group.FakeProcessGroup):
 
 
 class CallRecorder(TorchDispatchMode):
-    """Writes the record of a rank.
+    """Records the communication and the memory accesses of a rank.
 
-    earlier: the records of the ranks before it.
+    earlier: the records of all lower ranks.
     """
 
     current: ClassVar[CallRecorder]

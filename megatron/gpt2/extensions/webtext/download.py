@@ -60,7 +60,8 @@ def http_session() -> aiohttp.ClientSession:
 async def fetch(
     client: aiohttp.ClientSession, url: str, max_bytes: int, seconds: float, refusal: Callable[[str], str | None]
 ) -> Page:
-    """Fetch a page of at most `max_bytes` within `seconds`. Raises PageError with the reason if that fails.
+    """Fetch a page of at most `max_bytes` within `seconds`. Raises PageError, with the reason, if the page cannot be
+    fetched.
 
     refusal: called with the target of every redirect; returns the reason not to fetch this URL, or None.
     """
@@ -104,7 +105,7 @@ async def fetch(
 
 def extract_text(page: Page) -> str | None:
     """Return the main text of a page, or None. The bytes are decoded with the server's charset, otherwise as UTF-8. If
-    that fails, trafilatura guesses the charset."""
+    decoding fails, trafilatura guesses the charset."""
     import trafilatura
 
     content: bytes | str = page.body

@@ -51,7 +51,7 @@ def make_url_filter() -> Callable[[str], str | None]:
 
     blacklist = json.loads(BLACKLIST.read_text(encoding="utf-8"))
     sites, extensions = set(blacklist["sites"]), set(blacklist["extensions"])
-    # tldextract contains a list of public suffixes. With these arguments it uses no network and no cache.
+    # tldextract contains a list of public suffixes. With these arguments, tldextract uses no network and no cache.
     extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     def reason(url: str) -> str | None:

@@ -192,8 +192,8 @@ def first_numbers(sources: InputTable) -> list[int]:
 
 @functools.lru_cache(1)  # cached, because a process works on many inputs
 def read_table(path: Path) -> tuple[InputTable, list[Any]]:
-    """Return the table of inputs and the other lines of a file of pairs or groups. Raises ValueError for any other
-    file."""
+    """Return the table of inputs and the other lines of a file of pairs or groups. Raises ValueError for a file of
+    another format."""
     try:
         with open(path, "rb") as file:
             return json.loads(file.readline())["shards"], [json.loads(line) for line in file]

@@ -1,8 +1,8 @@
 """Run a step on all its inputs: the flags of every step, processes or a cluster, and the final report.
 
 `--executor` processes the inputs with datatrove, which has executors for this machine, for Slurm and for Ray.
-datatrove's record of completed ranks is not used, because it does not depend on the input. Instead, a repeated rank
-skips each input that has a manifest.
+datatrove's record of completed ranks is not used, because the record does not depend on the content of the inputs.
+Instead, a repeated rank skips each input that has a manifest.
 """
 
 import argparse
@@ -134,15 +134,15 @@ def run_step(
 
 
 def output_folder(output: Path) -> Path:
-    """Return the folder for the results. The folder is `output`.shards if `output` is one file, which is joined at the
-    end."""
+    """Return the folder for the results. If `output` is one file, the folder is `output`.shards, whose files are joined
+    at the end."""
     is_file = output.name.endswith(FILE_SUFFIXES) and not output.is_dir()
     return output.with_name(f"{output.name}.shards") if is_file else output
 
 
 def run_locally(step: WebtextStep, sources: Sequence[StepInput], output: Path) -> list[Manifest]:
     """Process the inputs on this machine and return their manifests. With a limit, the inputs are processed one after
-    the other until it is reached. Raises ValueError if `output` holds a file of a different run."""
+    the other until the limit is reached. Raises ValueError if `output` holds a file of a different run."""
     limit, manifests = step.args.limit, list[Manifest]()
     output.mkdir(parents=True, exist_ok=True)
     bar = progress_bar(
