@@ -77,8 +77,8 @@ def stage_cases(smoke: bool) -> Iterator[dict[str, Any]]:
     if smoke:
         yield case(f"{SMALL} --global-batch-size 12 {staged} 2", "returned", "fp32", "none", schedule="1f1b", p=2)
         return
-    ways = (("fp32", "none"), ("bf16", "full"))
-    for p, schedule, (precision, recompute) in itertools.product((2, 4), SCHEDULES, ways):
+    settings = (("fp32", "none"), ("bf16", "full"))
+    for p, schedule, (precision, recompute) in itertools.product((2, 4), SCHEDULES, settings):
         flags = f"{STAGED} {SCHEDULES[schedule]} {staged} {p}"
         yield case(flags, "returned", precision, recompute, schedule=schedule, p=p)
 
@@ -102,11 +102,11 @@ def measure_run(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environment |= {"PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1", **ALLOCATORS[run["allocator"]]}
     words = [sys.executable, "-m", "megatron.pretrain_gpt2", *command(run["flags"], folder)]
-    said = subprocess.run(words, env=environment, text=True, capture_output=True, timeout=300)
-    found = re.search(r"expected at the peak: ([\d.,]+).*peak resident: ([\d.,]+)", said.stdout)
-    parts = re.search(r"expected memory .*\n +(.*)", said.stdout)
+    process = subprocess.run(words, env=environment, text=True, capture_output=True, timeout=300)
+    found = re.search(r"expected at the peak: ([\d.,]+).*peak resident: ([\d.,]+)", process.stdout)
+    parts = re.search(r"expected memory .*\n +(.*)", process.stdout)
     if found is None or parts is None:
-        return {"failed": harness.last_line(said.stdout + said.stderr)}
+        return {"failed": harness.last_line(process.stdout + process.stderr)}
     expected, measured = (float(number.replace(",", "")) for number in found.groups())
     return {**expected_and_measured(expected, measured), "parts_mb": parts.group(1)}
 
@@ -136,8 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--stages", action="store_true", help="measure each stage of a pipeline")
     args = harness.parse_args(parser, argv)
-    what = "stage_memory" if args.stages else "memory"
-    result: dict[str, Any] = {**harness.header(what), "smoke": args.smoke, "runs": []}
+    name = "stage_memory" if args.stages else "memory"
+    result: dict[str, Any] = {**harness.header(name), "smoke": args.smoke, "runs": []}
     if args.stages:
         os.environ.update(ALLOCATORS["returned"])  # The ranks read MALLOC_MMAP_THRESHOLD_ when they start.
     with tempfile.TemporaryDirectory() as scratch:
@@ -150,15 +150,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = [measure_run(run, folder)]
                 run |= found[0]
             result["runs"].append(run)
-            harness.write_json(args.output / f"{what}.json", result)
-            told = (f"{one['expected_mb']:,.0f} / {one['measured_mb']:,.0f} MB = {one['ratio']:.2f}" for one in found)
-            print(f"{run['allocator']} {run['flags']}: {run.get('failed') or ',  '.join(told)}", flush=True)
+            harness.write_json(args.output / f"{name}.json", result)
+            texts = (
+                f"{measured['expected_mb']:,.0f} / {measured['measured_mb']:,.0f} MB = {measured['ratio']:.2f}"
+                for measured in found
+            )
+            print(f"{run['allocator']} {run['flags']}: {run.get('failed') or ',  '.join(texts)}", flush=True)
     for allocator in ALLOCATORS:
         runs = [run for run in result["runs"] if run["allocator"] == allocator and "failed" not in run]
-        ratios = [one["ratio"] for run in runs for one in run.get("stages", [run])]
+        ratios = [measured["ratio"] for run in runs for measured in run.get("stages", [run])]
         if ratios:
-            near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
-            print(f"{allocator}: {near} of {len(ratios)} within 10 %, from {min(ratios)} to {max(ratios)}")
+            close = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
+            print(f"{allocator}: {close} of {len(ratios)} within 10 %, from {min(ratios)} to {max(ratios)}")
     return int(any("failed" in run for run in result["runs"]))
 
 

@@ -176,7 +176,9 @@ def compare_with_peer(config: ModelConfig, device: str, kind: str, *, nanogpt: s
     losses = ours.to(device)(tokens, labels, weight), loss_of(model.to(device).train(), tokens, labels)
     for loss in losses:
         loss.backward()
-    mine, theirs = ({name: p.grad for name, p in one.named_parameters() if p.grad is not None} for one in (ours, model))
+    mine, theirs = (
+        {name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (ours, model)
+    )
     norm, their_norm = (torch.stack([g.double().norm() for g in of.values()]).norm() for of in (mine, theirs))
     expected = convert_to_peer(mine, config, conv1d=kind == "huggingface")
     return {

@@ -171,9 +171,9 @@ def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) 
 
     model = trainer.state.model
     rows = model.word_embeddings.weight.size(0) * trainer.parallel.tensor_model_parallel_size
-    kept = str(trainer.context.dtype).removeprefix("torch.")
+    dtype = str(trainer.context.dtype).removeprefix("torch.")
     computes = (
-        f"loss over {model.vocab_size} words, {rows} rows multiplied; weights and activations {kept}, fp32 masters and "
+        f"loss over {model.vocab_size} words, {rows} rows multiplied; weights and activations {dtype}, fp32 masters and "
         "gradients, fused AdamW"
     )
     return TimedStep(
@@ -230,9 +230,9 @@ def build_peer_step(workload: Workload, arm: Arm, nanogpt: str) -> TimedStep:
 
     def step() -> None:
         nonlocal norm, steps
-        text = next(loader).to(device, non_blocking=True)
+        tokens = next(loader).to(device, non_blocking=True)
         optimizer.zero_grad(set_to_none=True)
-        for part in text.split(b):
+        for part in tokens.split(b):
             with torch.autocast(device.type, PRECISION_DTYPES["bf16"], enabled=arm.precision == "bf16"):
                 loss = loss_of(called, part[:, :-1], part[:, 1:]) / workload.accumulation
             loss.backward()
@@ -248,8 +248,10 @@ def build_peer_step(workload: Workload, arm: Arm, nanogpt: str) -> TimedStep:
         steps = 0
         return loss, norm.item()
 
-    how = "fp32 throughout" if arm.precision == "fp32" else "fp32 weights, bf16 by torch.autocast"
-    computes = f"loss over {vocab} words, as many rows multiplied; {how}, AdamW {'shipped' if arm.shipped else 'fused'}"
+    precision = "fp32 throughout" if arm.precision == "fp32" else "fp32 weights, bf16 by torch.autocast"
+    computes = (
+        f"loss over {vocab} words, as many rows multiplied; {precision}, AdamW {'shipped' if arm.shipped else 'fused'}"
+    )
     return TimedStep(step, read, computes, math.log(vocab / workload.vocab_size), loader.close)
 
 

@@ -164,7 +164,7 @@ def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
     start = min((incident["time"] for incident in last), default=0.0)
     causes = []
     for attempt in range(max((incident["attempt"] for incident in last), default=0)):
-        found = last_attempt([one for one in incidents if one["attempt"] == attempt and one["time"] < start])
+        found = last_attempt([each for each in incidents if each["attempt"] == attempt and each["time"] < start])
         # An incident "end" shows that these ranks did not fail, but stopped because new ranks joined.
         if found and not any(incident["kind"] == "end" for incident in found):
             causes.append(first_cause(found, {}).cause)

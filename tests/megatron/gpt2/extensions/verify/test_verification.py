@@ -100,7 +100,7 @@ def compare(tmp_path_factory: pytest.TempPathFactory) -> Compare:
 
     def compare(name: str) -> tuple[Comparison, dict[str, Any]]:
         reports = [of_rank[name] for of_rank in run(COVERING if name in COVERING else WIDE)]
-        return Comparison([one.findings for one in reports], TensorTrace(folder / "trace")), reports[0].metadata
+        return Comparison([each.findings for each in reports], TensorTrace(folder / "trace")), reports[0].metadata
 
     return compare
 
