@@ -173,8 +173,8 @@ def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) 
     rows = model.word_embeddings.weight.size(0) * trainer.parallel.tensor_model_parallel_size
     dtype = str(trainer.context.dtype).removeprefix("torch.")
     computes = (
-        f"loss over {model.vocab_size} words, {rows} rows multiplied; weights and activations {dtype}, fp32 masters and "
-        "gradients, fused AdamW"
+        f"loss over {model.vocab_size} words, {rows} rows multiplied; weights and activations {dtype}, fp32 masters "
+        "and gradients, fused AdamW"
     )
     return TimedStep(
         step,
