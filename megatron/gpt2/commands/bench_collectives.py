@@ -134,7 +134,7 @@ def ring_factor(n: int) -> float:
 
 # Each rank keeps one of n blocks, so a link carries n - 1 of n blocks.
 block_operation = functools.partial(BenchOperation, bus=lambda n: (n - 1) / n, has_blocks=True)
-# The operations by name, in the order of the printed table.
+# {name: operation}, in the order of the printed table.
 OPERATIONS = {
     "broadcast": BenchOperation(lambda g, x, y: dist.broadcast(y, group=g, group_src=0), lambda x, g: x[0]),
     "all_reduce_sum": all_reduce(dist.ReduceOp.SUM),

@@ -256,7 +256,7 @@ def _override_preset(preset: Mapping[str, Any], command_line: Mapping[str, Any])
 
 
 def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tokenizer type that the given files imply."""
+    """Return the tokenizer type that the flags of tokenizer files imply."""
     gpt2 = "data.vocab_file" in command_line or "data.merge_file" in command_line
     sentencepiece = "data.tokenizer_model" in command_line
     require(

@@ -29,8 +29,8 @@ Fields = dict[str, Any]  # {"section.field": value}
 class CompatRule:
     """The rule for some flags of Megatron or keys of a DeepSpeed file.
 
-    names: {name: whether the flag takes values; None if values are optional}. `--bert-*` stands for all names that
-        begin with `--bert-`.
+    names: {name: True if the flag takes values, False if not, None if values are optional}. `--bert-*` stands for all
+        names that begin with `--bert-`.
     accepts: the allowed values; empty if all values are allowed.
     sets: (value, the fields that the command line gives) -> fields; raises ValueError for a bad value.
     unless: the rule does not apply if this flag is given.

@@ -1,4 +1,4 @@
-"""Collectives for small values. All ranks of a group must call each of these functions."""
+"""Collectives for small values. All ranks of a group must call a function of this module together."""
 
 from collections.abc import Iterable
 

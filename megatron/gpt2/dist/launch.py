@@ -98,7 +98,7 @@ def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple
     )
     if launch.world_size > 1:
         raise_open_file_limit(launch.world_size)
-    if launch.world_size > max(launch.ranks_to_start, 1):  # Some ranks are on other machines.
+    if launch.world_size > max(launch.ranks_to_start, 1):
         _check_init_method(launch)
     elif launch.world_size == 1 and from_environment is None:
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that sets them")

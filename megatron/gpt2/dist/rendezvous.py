@@ -75,7 +75,8 @@ class StandbyExit(Exception):
 
 @contextlib.contextmanager
 def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, TCPStore | None]]:
-    """Connect to the store at `launch.init_method`. Yields the store, and its server or None.
+    """Connect to the store at `launch.init_method`. Yield the store, and its server (None in processes that do not
+    serve the store).
 
     For file:///PATH the server writes its address into the file and removes the file at the end. Raises
     MissingRanksError if the server does not answer within `launch.timeout`, and ValueError if the address is wrong.
@@ -162,7 +163,8 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
     Raises MissingRanksError if some ranks do not join within `launch.timeout` seconds, and ValueError for a bad
     address.
 
-    usable: is given with --elastic. Ranks that the run cannot use wait until it ends, and then raise StandbyExit.
+    usable: with --elastic, returns how many of the joined ranks the run can use. The other ranks wait until the run
+        ends, and then raise StandbyExit.
     """
     if launch.world_size == 1:
         return launch.rank_info()

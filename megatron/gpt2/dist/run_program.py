@@ -224,7 +224,7 @@ def start_ranks(
 
 
 class NodeRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous of the agents. Each machine (node) has one agent."""
+    """torch's rendezvous for agents. Each machine (node) has one agent."""
 
     use_agent_store = True  # torch tells the ranks to use the agents' store for their rendezvous.
 

@@ -139,7 +139,7 @@ class Generator(ModelRunner):
 
         A text does not depend on the rest of its batch, except for rounding. If a prompt is longer than the model's
         context, only its end is read. If a context is full, its second half is read again and generation continues.
-        `log` receives a notice in both cases.
+        `log` receives a notice about each cut.
         """
         longest = max(max(1, len(c.prompt)) + c.sampling.max_new_tokens for c in continuations)
         with self.batch(len(continuations), longest) as batch:
@@ -149,7 +149,7 @@ class Generator(ModelRunner):
 
     @contextlib.contextmanager
     def batch(self, rows: int, longest: int | None = None) -> "Iterator[ContinuousBatch]":
-        """Make a batch of up to `rows` continuations, on the driver and one at a time.
+        """Make a batch of up to `rows` continuations. Only the driver calls this method, for one batch at a time.
 
         longest: the maximum length of a continuation with its prompt, in tokens (default: the model's context).
         """
@@ -208,7 +208,7 @@ class ContinuousBatch:
                 yield from self._draw(range(len(sources)), self._generator.decode(last, positions, sources))
 
     def _admit(self) -> list[int]:
-        """Give free cache rows to waiting continuations in the order of their arrival. Return these rows."""
+        """Give free rows of the cache to waiting continuations in the order of their arrival. Return the rows."""
         rows: list[int] = []
         width = 0
         for row in sorted(set(range(self._size)) - self._rows.keys())[: len(self._waiting)]:

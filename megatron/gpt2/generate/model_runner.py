@@ -24,7 +24,8 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 
 M = TypeVar("M", bound=Callable[..., Any])
 ROWS = 1024  # The number of rows of logits that are computed at a time: 200 MB in float32.
-# With the command "end", the driver sends the index of its error in this list. RuntimeError stands for other classes.
+# With the command "end", the driver sends the index of its error in this list. RuntimeError stands for all other
+# exceptions.
 _ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)
 
 

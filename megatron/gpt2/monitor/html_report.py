@@ -79,8 +79,8 @@ def _has_valid_numbers(record: Mapping[str, Any]) -> bool:
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], Config]:
-    """Return the content of config.json, and the `Config` in it. Raises ValueError, which names the file, if the file
-    is damaged."""
+    """Return the content of config.json, and the `Config` that it describes. Raises ValueError, which names the file,
+    if the file is damaged."""
     if not path.exists():
         return {}, Config()
     settings = read_json_object(path, MAX_CONFIG_BYTES)

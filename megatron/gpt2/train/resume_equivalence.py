@@ -61,7 +61,7 @@ ROUNDING_KEYS = (
     "computed_by.threads",
 )
 _DEFAULTS = Config().as_dict()
-DISPLAY_NAMES = {  # {key: its name in the line about a change}. Other keys are shown as flags.
+DISPLAY_NAMES = {  # {key: how a message names the key}. A message names other keys as flags.
     "data_fingerprint": "the training data or --split",
     "batch_growth": "how the batch grows:",
     "layout.data_parallel_size": "data-parallel size",

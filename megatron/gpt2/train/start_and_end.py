@@ -96,8 +96,8 @@ class ProcessState:
             trainer.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):
                 trainer.log.info(f"stopped: {error}")
-                # All ranks stop after the same step, so they can wait for a save. The save fails if the storage is too
-                # slow.
+                # After such an error all ranks stop at the same step, so they can wait for a save. The save fails if
+                # the storage is too slow.
                 with contextlib.suppress(StopRun):
                     trainer.checkpoints.finish()
                 return 1

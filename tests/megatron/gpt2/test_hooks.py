@@ -1,4 +1,5 @@
-"""Test that extensions are loaded only if their flag is given, and that only then they must be installed."""
+"""Test that an extension is loaded only if its flag is given. A run without this flag works even if the extension is
+not installed."""
 
 from __future__ import annotations
 

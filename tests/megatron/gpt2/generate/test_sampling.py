@@ -94,7 +94,7 @@ def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
 
 
 def pieces(stream: TextStream, data: bytes, size: int) -> Iterator[str]:
-    """Feed `data` in steps of `size` bytes. Yield the text of each step, until a stop string."""
+    """Feed `data` in steps of `size` bytes. Yield the text of each step, until a stop string ends the text."""
     for start in range(0, len(data), size):
         yield stream.add(data[start : start + size], last=start + size >= len(data))
         if stream.stopped:
