@@ -254,42 +254,37 @@ def endless(model: GPT2Model) -> GPT2Model:
     return model.eval()
 
 
-def requests(count: int) -> list[tuple[int, GenerationRequest]]:
-    """Return random requests, each with the number of events before its arrival. Some prompts and texts are longer than
-    the context, and some requests ask for no new tokens."""
+def requests() -> list[GenerationRequest]:
+    """Return random requests. Some prompts and texts are longer than the context, and some requests ask for no new
+    tokens."""
     dice = random.Random(3)
-    found = [
-        (
-            dice.randrange(12 * count),
-            GenerationRequest(
-                [dice.randrange(256) for _ in range(dice.choice([0, 1, 3, 9, 20, 32, 40]))],
-                dataclasses.replace(
-                    dice.choice([SamplingParams(temperature=0), *SETTINGS]),
-                    seed=i,
-                    max_new_tokens=dice.choice([0, 1, 2, 10, 30, 60]),
-                ),
+    return [
+        GenerationRequest(
+            [dice.randrange(256) for _ in range(dice.choice([0, 1, 3, 9, 20, 32, 40]))],
+            dataclasses.replace(
+                dice.choice([SamplingParams(temperature=0), *SETTINGS]),
+                seed=i,
+                max_new_tokens=dice.choice([0, 1, 2, 10, 30, 60]),
             ),
         )
-        for i in range(count)
+        for i in range(60)
     ]
-    return sorted(found, key=lambda request: request[0])
 
 
-def served(batch: ContinuousBatch, arriving: list[tuple[int, GenerationRequest]]) -> list[list[int]]:
-    """Run the requests, which must begin in the order of their arrival. Return the ids of each request, collected
-    from the events."""
-    waiting, ids, now, begun = [*arriving], [list[int]() for _ in arriving], 0, dict[int, None]()
-    while waiting:
-        batch.add(waiting.pop(0)[1])
-        for event in batch.events():
-            now += 1
+def served(batch: ContinuousBatch, made: list[GenerationRequest]) -> list[list[int]]:
+    """Run the requests, which must begin in the order of their arrival. A request arrives after every sixth event, or
+    when all earlier requests have ended. Return the ids of each request, collected from the events."""
+    arriving, ids, begun = iter(made), [list[int]() for _ in made], dict[int, None]()
+    for first in arriving:
+        batch.add(first)
+        for count, event in enumerate(batch.events()):
             begun[event.number] = None
             if event.id not in (-1, TOKENIZER.eod):
                 ids[event.number].append(event.id)
-            assert event.finish == arriving[event.number][1].finish
-            while waiting and waiting[0][0] <= now:
-                batch.add(waiting.pop(0)[1])
-    assert all(c.finish and c.ids == mine for (_, c), mine in zip(arriving, ids, strict=True))
+            assert event.finish == made[event.number].finish
+            if count % 6 == 0 and (c := next(arriving, None)):
+                batch.add(c)
+    assert all(c.finish for c in made) and [c.ids for c in made] == ids
     assert list(begun) == sorted(begun)
     return ids
 
@@ -304,15 +299,15 @@ def test_each_text_equals_that_of_a_single_request(model: GPT2Model) -> None:
 
     generator.prefill = counted_prefill  # type: ignore[method-assign, assignment]
     with mock.patch.object(generator, "decode", wraps=generator.decode) as decode, generator.batch(ROWS) as batch:
-        found = served(batch, requests(60))
-    for (_, c), ids in zip(requests(60), found, strict=True):
+        found = served(batch, requests())
+    for c, ids in zip(requests(), found, strict=True):
         generate(model, TOKENIZER, [c])
         assert c.ids == ids
     assert {len(ids) for ids in found} >= {0, 1, 2, 10, 30, 60}
     assert decode.call_count < 0.5 * sum(map(len, found)), "they ran concurrently"
     assert max(tokens_read) <= CONFIG.max_position_embeddings
     with Generator(model, TOKENIZER, recompute=True).batch(ROWS) as batch:
-        assert served(batch, requests(60)) == found
+        assert served(batch, requests()) == found
 
 
 def test_ends_without_a_token(model: GPT2Model) -> None:
