@@ -434,7 +434,7 @@ class FakeGPU(TorchDispatchMode):
         out = func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
         if func.namespace == "mpu":
-            made += written(func, args, kwargs)  # our operators do not return what they write into
+            made += written(func, args, kwargs)  # mpu's operators do not return the tensors that they write into.
             only_written = args[5] if name == "adamw_" else args[0] if name == "add_grads_" and not args[2] else ()
             on_gpu = [x for x in on_gpu if not any(x is other for other in only_written)]
         for tensor in (*on_gpu, *made):

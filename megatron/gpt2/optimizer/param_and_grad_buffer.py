@@ -47,7 +47,7 @@ class OwnedRange(NamedTuple):
     parameters have the same `group_key`."""
 
     range: slice
-    bucket: int
+    bucket: int  # index in `ParamAndGradBuffer.buckets`
     group_key: ParamGroupKey
 
 

@@ -42,8 +42,8 @@ def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_and_its_gradients(dtype: torch.dtype, on_each_processor: None) -> None:
-    """Test inputs with two and three dimensions, with and without bias, and the gradient of only the weight. The longer
-    input is computed in several parts."""
+    """Test inputs with two and three dimensions, with and without bias, and the gradient of only the weight. The
+    product with 2,200 rows is computed in several parts."""
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     for shape in ((7, 48), (1100, 2, 48)):
         given = [torch.randn(size).to(dtype).requires_grad_() for size in (shape, (32, 48), (32,))]

@@ -130,7 +130,7 @@ class ExactBucketReducer(BucketReducer):
         return self._in_bucket(TIED_WEIGHT, self._embedding_grad)
 
     def _in_bucket(self, name: str, bucket: Tensor) -> Tensor:
-        """Return the view of parameter `name` in a tensor that is as long as its bucket."""
+        """Return the view of parameter `name` in `bucket`, a tensor that is as long as the parameter's bucket."""
         part = slice_within(self._buffer.ranges[name], self._buffer.buckets[self._buffer.bucket_of[name]].range)
         return bucket[part].view_as(self._buffer.parameters[name])
 

@@ -26,8 +26,8 @@ FLAGS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
 def texts(b: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [b, 32]. In the four samples, documents end nowhere, in the middle, at successive tokens
-    and both edges, or at the last label."""
+    """Return tokens and labels [b, 32]. The first sample has no end of a document. The others have ends in the middle,
+    at successive tokens and both edges, and at the last label."""
     text = torch.randint(1, 97, (4, 33), generator=torch.Generator().manual_seed(1))
     text[1, 10], text[2, [0, 5, 6, 31]], text[3, 32] = EOD, EOD, EOD
     rows = text if b == 4 else text[2:3]

@@ -1,5 +1,5 @@
 """The sharded optimizer, ZeRO stage 2, gradient reduction in bf16 and the offloaded optimizer do not change the losses.
-Also test the ranges and shards of the buffer, and the order of reductions and all-gathers."""
+Also test the order of reductions and all-gathers."""
 
 from __future__ import annotations
 

@@ -123,5 +123,5 @@ def test_micro_batches_in_flight() -> None:
     assert max_in_flight(one_forward_one_backward(4, 8)) == max_in_flight(zero_bubble(4, 8), queued=0) == [4, 3, 2, 1]
     assert max_in_flight(zero_bubble(4, 8), queued=0.5) == [4, 3.5, 3, 2.5]
     assert max_in_flight(zero_bubble(4, 8)) == [4, 4, 4, 4]
-    # Megatron's 2·(p − 1 − r) + (v − 1)·p warm-up forwards, plus 1 for the current micro-batch
+    # Rank r of Megatron runs 2·(p − 1 − r) + (v − 1)·p warm-up forwards; the current micro-batch is one more.
     assert max_in_flight(interleaved(4, 2, 8)) == [11, 9, 7, 5]
