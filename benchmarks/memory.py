@@ -93,7 +93,7 @@ def expected_and_measured(expected: float, measured: float) -> dict[str, float]:
 
 
 def command(flags: str, folder: Path) -> list[str]:
-    files = f"--train-data {folder}/text.txt --data-cache-path {folder} --save {folder}/save_{abs(hash(flags))}"
+    files = f"--train-data {folder}/text.txt --data-cache-path {folder} --save {tempfile.mkdtemp(dir=folder)}"
     return f"{COMMON} {flags} {files}".split()
 
 
