@@ -1,6 +1,6 @@
-"""Every command of the README and of docs/ runs as printed, in a copy of the project. SHORTENED lists the commands that
-take too long for a test. Every entry of docs/how-to/troubleshooting.md names tests that exist. test_docs.py has the
-tests of entries that fit no other file."""
+"""Test that every command of the README and of docs/ runs as printed, in a copy of the project, and that the pages name
+only files, flags and tests that exist. SHORTENED lists commands that take too long for a test. Two tests belong to
+entries of docs/how-to/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -52,54 +52,38 @@ COMMANDS = [
     if line and not line.startswith("#")
 ]
 
-# commands that take too long for a test: a pattern for the command, the flags, and the reason
 SHAPE = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 STEPS = "--train-iters 2 --eval-iters 1"
 QUICKSTART = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
 NEW_RUN = r"pretrain_gpt2\w*\.(?:sh|py)(?!.*(?:--load|--model|--config|--num-layers))"
-SHORTENED = [
-    (
-        r"^bash scripts/pretrain_gpt2.sh$",
-        f"{QUICKSTART} --train-iters 2 --save checkpoints/gpt2_quickstart",
-        "240 iterations of the quickstart's model; a model of another shape has another default folder",
-    ),
-    (rf"{NEW_RUN}(?!.*--train-iters)", f"{QUICKSTART} --train-iters 2", "240 iterations of the quickstart's model"),
-    (
-        r"--nproc-per-node 2 --pipeline-model-parallel-size 2 .*--train-iters 10$",
-        f"{QUICKSTART} --num-layers 2",
-        "the quickstart's model takes seconds an iteration beside other tests",
-    ),
-    (
-        rf"{NEW_RUN}.*--train-iters 1\d$",
-        QUICKSTART,
-        "the quickstart's model takes seconds an iteration beside other tests",
-    ),
-    (r"--load checkpoints/\w+ .*--train-iters 400$", "--train-iters 4", "goes on far beyond the quickstart's length"),
-    (r"--save checkpoints/shakespeare_char$", STEPS, "2,000 iterations"),
-    (r"--finetune --load checkpoints/gpt2_native ", STEPS, "200 iterations"),
-    (r"--save checkpoints/pasted ", "--train-iters 10", "100 iterations, once more by its config.json"),
-    (r"--model 345m --train-data my_text.txt$", f"{SHAPE} --micro-batch-size 1 {STEPS}", "345M parameters"),
+# {pattern of commands that take too long for a test: flags that the test appends}. The first match counts.
+SHORTENED = {
+    # A model of a different shape has a different default folder.
+    r"^bash scripts/pretrain_gpt2.sh$": f"{QUICKSTART} --train-iters 2 --save checkpoints/gpt2_quickstart",
+    # An iteration of the quickstart's model takes seconds while other tests run.
+    rf"{NEW_RUN}(?!.*--train-iters)": f"{QUICKSTART} --train-iters 2",
+    r"--nproc-per-node 2 --pipeline-model-parallel-size 2 .*--train-iters 10$": f"{QUICKSTART} --num-layers 2",
+    rf"{NEW_RUN}.*--train-iters 1\d$": QUICKSTART,
+    r"--load checkpoints/\w+ .*--train-iters 400$": "--train-iters 4",
+    r"--save checkpoints/shakespeare_char$": STEPS,
+    r"--finetune --load checkpoints/gpt2_native ": STEPS,
+    r"--save checkpoints/pasted ": "--train-iters 10",
+    r"--model 345m --train-data my_text.txt$": f"{SHAPE} --micro-batch-size 1 {STEPS}",
     # The page of the GPT-2 345M tutorial gives flags for a short trial. SHAPE also makes the model small.
-    (r"--model 345m .*--save checkpoints/medium$", f"{SHAPE} --micro-batch-size 1 --train-iters 3", "345M parameters"),
-    (r"--load checkpoints/medium --save ", "--micro-batch-size 1 --train-iters 6", "goes on from that"),
-    (
-        r"convert megatron_345m ",
-        "--num-attention-heads 4 --vocab-size 130",
-        "a smaller file stands in the place of the published one",
-    ),
-    (
-        r"convert .* --pipeline-model-parallel-size 2$",
-        "--pipeline-model-parallel-size 1",
-        "the small model has one layer, for one stage",
-    ),
-    (r"--search", f"{SHAPE} --ranks 2 --global-batch-size 2", "a minute for 512 ranks"),
-    (r"verify.py .* -- --model quickstart ", SHAPE, "the quickstart's model takes seconds in each layout"),
-]
+    r"--model 345m .*--save checkpoints/medium$": f"{SHAPE} --micro-batch-size 1 --train-iters 3",
+    r"--load checkpoints/medium --save ": "--micro-batch-size 1 --train-iters 6",
+    # The test has a smaller file instead of the published one.
+    r"convert megatron_345m ": "--num-attention-heads 4 --vocab-size 130",
+    # The test's model has one layer, so it has one stage.
+    r"convert .* --pipeline-model-parallel-size 2$": "--pipeline-model-parallel-size 1",
+    r"--search": f"{SHAPE} --ranks 2 --global-batch-size 2",
+    r"verify.py .* -- --model quickstart ": SHAPE,
+}
 
 
 def appended(line: str) -> str:
     """Return the flags of SHORTENED for a command, or an empty string."""
-    return next((flags for pattern, flags, _ in SHORTENED if re.search(pattern, line)), "")
+    return next((flags for pattern, flags in SHORTENED.items() if re.search(pattern, line)), "")
 
 
 # `reader` runs the two trainings of the README.
@@ -167,7 +151,7 @@ def run(line: str, folder: Path, python: WarmPython) -> str:
     return ran.stdout
 
 
-# The commands of a LONG page take as long as the commands of all how-to guides together.
+# The commands of a page in LONG take as long as those of all how-to guides together.
 LONG = {"docs/tutorials/gpt2-345m.md"}
 # On these pages, the block after a command shows its output.
 PRINTED = {"docs/explanation/memory.md", "docs/tutorials/distributed.md", "docs/tutorials/scaling.md"}
@@ -181,12 +165,12 @@ PRINTED = {"docs/explanation/memory.md", "docs/tutorials/distributed.md", "docs/
     ],
 )
 def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python: WarmPython, tmp_path: Path):
-    """A page does not need other pages, except the checkpoints of the README's first two runs."""
+    """Run all commands of a page. They need no other page, except the checkpoints of the README's first two runs."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     printed = {}
     for line in (line for of, line in COMMANDS if of == page):
         if re.search(r"^git clone |scripts/test\w*\.sh|\.venv-cuda/", line):
-            # Skip the download and the commands that run the tests. tests/fake_cuda tests those with .venv-cuda.
+            # Skip the download of the project and the commands that run the tests. tests/fake_cuda tests .venv-cuda.
             continue
         if page == "README.md" and line in FIRST:
             continue  # `reader` has already run the README's first commands.
@@ -221,7 +205,7 @@ def check_printed(block: str, output: str) -> None:
         ), f"{shown}\nis not in\n{output}"
 
 
-# {program that a cell of a notebook starts: a pattern in the program's output}
+# {program that a cell of a notebook starts: a pattern that the cell must print}
 CELL_OUTPUT = {
     "pretrain_gpt2.py": r"saved checkpoints/\w+/iter_00000",
     "tools/plan.py": r"\n  all +\d",
@@ -272,7 +256,7 @@ def test_the_notebooks_print_what_they_show(
 def test_what_is_shortened_is_printed():
     assert FIRST[0] == "bash scripts/pretrain_gpt2.sh" and FIRST[1].endswith("--save checkpoints/gpt2_mp2")
     lines = [line for _, line in COMMANDS]
-    assert len(lines) >= 90 and all(any(re.search(pattern, line) for line in lines) for pattern, *_ in SHORTENED)
+    assert len(lines) >= 90 and all(any(re.search(pattern, line) for line in lines) for pattern in SHORTENED)
 
 
 @pytest.mark.parametrize("page, block", blocks("python"))
@@ -291,16 +275,9 @@ def test_every_link_and_flag_that_is_named_exists():
         --collect-only --model_args --use-checkpoint-opt_param-scheduler --out_dir --init_from"""
     known = {*others.split(), *build_parser()._option_string_actions, *MEGATRON_RULES}
     known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
-    for program in (
-        *(ROOT / "megatron" / "gpt2").rglob("*.py"),
-        *(ROOT / "data_utils").rglob("*.py"),
-        *(ROOT / "benchmarks").glob("*.py"),
-        *(ROOT / "examples").glob("*.py"),
-    ):
-        # The pattern matches a call that adds a flag, or a row of a table of flags. The flag is the first word in
-        # parentheses.
-        for names in re.findall(r'\(\s*(?:parser,\s*)?((?:"--[\w-]+",\s*)+)', program.read_text()):
-            known |= set(re.findall(r"--[\w-]+", names))
+    for room in ("megatron", "data_utils", "benchmarks", "examples"):
+        for program in (ROOT / room).rglob("*.py"):
+            known |= set(re.findall(r'"(--[\w-]+)",', program.read_text()))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
     for page, text in PAGES.items():
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
@@ -313,7 +290,7 @@ ROOMS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", 
 
 
 def test_every_path_that_is_named_exists():
-    """Check all paths in backquotes on the pages, and the files of the project that the sources name."""
+    """Check all paths in backquotes on the pages, and all files of the project that sources and scripts name."""
     rooms = "|".join(ROOMS)
     on_page = re.compile(rf"`((?:{rooms})/[\w/.-]*)(?:::\w+)?`")
     in_source = re.compile(rf"(?<![\w/.<{{$-])((?:{rooms})/[\w/.-]*\w\.(?:py|sh|slurm|md|html|txt|json))\b")
@@ -334,7 +311,7 @@ def test_a_figure_is_what_its_script_draws(name: str, python: WarmPython, tmp_pa
 
 
 PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
-# the title and the text of each entry of troubleshooting.md
+# (title, text) of each entry of troubleshooting.md
 ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
 
 
@@ -363,7 +340,7 @@ PROGRAM = [
 
 def test_nothing_has_to_be_built():
     """No source needs a compiler or a library of CUDA kernels, or imports a private module of torch, which a later
-    torch may lack. torch's documentation names the private module `torch.utils._python_dispatch`."""
+    version of torch may lack. The private module `torch.utils._python_dispatch` is in torch's documentation."""
     assert len(PROGRAM) > 100
     assert {path.suffix for path in PROGRAM} & {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so"} == set()
     for path in (path for path in PROGRAM if path.suffix == ".py"):
@@ -378,8 +355,8 @@ def test_nothing_has_to_be_built():
 
 
 def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """v3.0 (2023) writes model_rng.pt for each model-parallel rank, and optim.pt for each data-parallel rank in a
-    separate folder."""
+    """Megatron v3.0 (2023) writes model_rng.pt for each model-parallel rank, and optim.pt for each data-parallel rank
+    in a separate folder. The conversion prints that it leaves out optim.pt."""
     weights = random_weights()
     write_megatron(tmp_path / "theirs", weights, "v2", version=3, tp=4)
     for file in sorted((tmp_path / "theirs").rglob("model_optim_rng.pt")):
@@ -388,31 +365,25 @@ def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, caps
             shard.parent.mkdir()
             torch.save({"exp_avg": torch.ones(3)}, shard)
         file.rename(file.with_name("model_rng.pt"))
-    words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), *"--to native --vocab-size 101".split()]
-    assert tool("checkpoint").main(["convert", *words]) == 0
+    words = f"convert {tmp_path}/theirs {tmp_path}/ours --to native --vocab-size 101"
+    assert tool("checkpoint").main(words.split()) == 0
     assert "left out: 8 files of a sharded optimizer (optim.pt ...)" in capsys.readouterr().err
     source = open_checkpoint(tmp_path / "ours")
     assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
 
 
 def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path):
-    """The conversion refuses a vocabulary of 257 tokens for a model of 101. Training does if the conversion got
-    none."""
+    """The conversion refuses a tokenizer of 257 tokens for a model of 101 tokens. If the conversion gets no tokenizer,
+    training refuses it."""
     write_byte_vocabulary(tmp_path / "vocab.json", tmp_path / "merges.txt")
-    vocabulary = ["--vocab-file", f"{tmp_path}/vocab.json", "--merge-file", f"{tmp_path}/merges.txt"]
+    vocabulary = f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
     write_megatron(tmp_path / "theirs", random_weights(), "flat", with_args=False)
-    words = [str(tmp_path / "theirs"), *"--to native --num-attention-heads 4 --vocab-size 101".split()]
-    checkpoint = tool("checkpoint")
-    with pytest.raises(
-        ValueError, match="has 101 tokens, but the tokenizer .*257: give the tokenizer that the model was trained"
-    ):
-        checkpoint.main(["convert", *words[:1], str(tmp_path / "a"), *words[1:], *vocabulary])
-    assert not (tmp_path / "a").exists()
-    assert checkpoint.main(["convert", *words[:1], str(tmp_path / "b"), *words[1:]]) == 0
-    load = ["--load", str(tmp_path / "b"), "--save", str(tmp_path / "c"), "--device", "cpu"]
-    for flags, message in (
-        ([], "has no tokenizer: give --vocab-file"),
-        (vocabulary, "has 101 tokens and the tokenizer 257"),
-    ):
+    folder, main = tmp_path / "ours", tool("checkpoint").main
+    convert = f"convert {tmp_path}/theirs {folder} --to native --num-attention-heads 4 --vocab-size 101"
+    with pytest.raises(ValueError, match="has 101 tokens, but the tokenizer .*257: give the tokenizer that the model"):
+        main(f"{convert} {vocabulary}".split())
+    assert not folder.exists() and main(convert.split()) == 0
+    for flags, message in (("", "has no tokenizer: give --v"), (vocabulary, "has 101 tokens and the tokenizer 257")):
         with pytest.raises(ValueError, match=message):
-            build_context(parse([*load, *flags]), RankInfo(), lambda line: None)
+            arguments = parse(f"--load {folder} --save {tmp_path}/run --device cpu {flags}".split())
+            build_context(arguments, RankInfo(), lambda line: None)

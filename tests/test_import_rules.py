@@ -1,4 +1,4 @@
-"""Test rules that the source must follow: which package imports which, and what the training path never does."""
+"""Test which packages and libraries the source may import, and that no file reads a pickle."""
 
 from __future__ import annotations
 
@@ -64,12 +64,15 @@ def for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below `node`, without those under TYPE_CHECKING, which never run."""
+def walk(node: ast.AST, functions: bool = True) -> Iterator[ast.AST]:
+    """Yield all nodes below `node`, without those under TYPE_CHECKING, which never run.
+
+    functions: whether to yield the nodes in functions, which do not run when the module is loaded.
+    """
     for child in ast.iter_child_nodes(node):
-        if not for_types(child):
+        if not for_types(child) and (functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)):
             yield child
-            yield from walk(child)
+            yield from walk(child, functions)
 
 
 def imports(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
@@ -100,15 +103,7 @@ def roots(names: set[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def at_load(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run when the module is loaded: not those inside functions or under TYPE_CHECKING."""
-    for child in ast.iter_child_nodes(node):
-        if not for_types(child) and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child
-            yield from at_load(child)
-
-
-# Triton is a part of torch's GPU builds and is loaded only there.
+# Only this file imports Triton, which is installed with torch's builds for GPUs.
 TRITON = ROOT / "mpu" / "kernels" / "in_triton.py"
 
 
@@ -127,13 +122,14 @@ def test_packages_import_only_their_allowed_packages() -> None:
 
 
 def test_training_imports_torch_numpy_safetensors_only() -> None:
-    """The rule is about the program that trains. Other programs may import other libraries."""
+    """Files of the training program import only torch, numpy and safetensors when they are loaded. Other programs may
+    import other libraries."""
     allowed = {*sys.stdlib_module_names, *PACKAGES, "torch", "numpy", "safetensors"}
     for path in (path for package in PACKAGES for path in sources(package)):
         is_other_program = "commands" in path.parts and path.name != "pretrain_gpt2.py"
         if is_other_program or "extensions" in path.parts or path == TRITON:
             continue
-        names = set(imports(at_load(tree_of(path)), path))
+        names = set(imports(walk(tree_of(path), functions=False), path))
         others = (roots(names) - allowed) | {name for name in names if "in_triton" in name}
         assert not others, f"{path.relative_to(ROOT)} imports {others} when it is loaded"
 
@@ -150,7 +146,7 @@ def violations(package: str, levels: list[str]) -> list[str]:
     wrong = []
     for path in sources(package):
         here = part_of(path, package)
-        if here == "__init__":  # An `__init__.py` is above all levels.
+        if here == "__init__":  # An `__init__.py` may import from all levels.
             continue
         if here not in level_of:
             wrong.append(f"{path.relative_to(ROOT)} is on no level")
@@ -183,7 +179,7 @@ def test_the_drawing_of_the_levels() -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Return the project's modules that each of its modules imports, including imports inside functions."""
+    """Return {module of the project: the modules of the project that it imports, also inside functions}."""
     paths = {module_name(path): path for package in PACKAGES for path in sources(package)}
     graph = {}
     for module, path in paths.items():
@@ -251,7 +247,7 @@ def test_the_list_of_the_core() -> None:
 def test_no_pickle() -> None:
     for path in (path for package in PACKAGES for path in sources(package)):
         tree = tree_of(path)
-        # nanogpt_and_dcp.py writes nanoGPT's meta.pkl. The rule below keeps it from reading one.
+        # nanogpt_and_dcp.py writes nanoGPT's meta.pkl. The assertion on `bad` forbids it to read a pickle.
         assert "pickle" not in roots(imported(path)) or path.name == "nanogpt_and_dcp.py", f"{path} imports pickle"
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         bad = called & {"torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.Unpickler", "eval", "exec"}

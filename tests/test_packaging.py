@@ -1,5 +1,5 @@
-"""The installed project: a wheel in a new environment that has only torch, numpy and safetensors, and an environment
-with NVIDIA's packages. NVIDIA and this project have packages named `megatron`, and Python must find both."""
+"""Test the installed project: the wheel in a new environment, training with only torch, numpy and safetensors, and an
+environment with NVIDIA's wheel. NVIDIA and this project have packages named `megatron`, and Python must find both."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(command: list[str], cwd: Path, timeout: int = 200, **variables: str) -> 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy, because a build in place leaves a build/ folder that the next wheel would
+    """Build the wheel from a copy of the source, because a build leaves a build/ folder, which the next wheel would
     include."""
     folder = tmp_path_factory.mktemp("wheel")
     for room in ROOMS:
@@ -59,8 +59,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """Return the Python of a new environment with the wheel. A .pth file adds the libraries of this environment, but
-    not the project's folder, because Python does not follow the .pth files there."""
+    """Return the Python of a new environment with the wheel. A .pth file adds the libraries of the current environment,
+    but not the project's folder, because Python ignores .pth files in such added folders."""
     python, site = new_environment(wheel.parent / "environment")
     install(python, f"--no-compile --disable-pip-version-check {wheel}", wheel.parent)
     see_libraries(site)
@@ -160,8 +160,8 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
 
 
 def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None:
-    """Without other libraries, a run uses the byte tokenizer and the built-in corpus, and draws the loss curve as
-    text."""
+    """Without the libraries of OPTIONAL, a run uses the byte tokenizer and the built-in corpus, and writes no
+    loss.png."""
     (tmp_path / "alone.py").write_text(
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
@@ -173,13 +173,13 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
-# NVIDIA's newest wheel has `core` and `training`. The tests only look for modules in the wheel, so the wheel's Python
-# version does not matter.
+# NVIDIA's newest wheel contains `core` and `training`. The tests do not import them, so a wheel for any version of
+# Python is fine.
 DOWNLOAD = (
     "download megatron-core>=0.17 --quiet --no-deps --only-binary=:all: --python-version 3.12 "
     "--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64"
 ).split()
-# The packages are only found and not imported, because they import libraries that need a GPU.
+# NVIDIA's packages are only found and not imported, because they import libraries that need a GPU.
 LOOK = """
 import importlib.util, sys
 import megatron.gpt2.config, megatron.pretrain_gpt2, mpu, data_utils
@@ -193,37 +193,22 @@ print("ours", megatron.gpt2.config.__file__)
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with NVIDIA's newest wheel, unpacked."""
     folder = tmp_path_factory.mktemp("theirs")
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *DOWNLOAD, "--dest", str(folder)],
-        text=True,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=240,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"the package index gives no wheel of megatron-core: {done.stdout.strip().splitlines()[-1]}")
+    try:
+        run([sys.executable, "-m", "pip", *DOWNLOAD, "--dest", str(folder)], folder)
+    except AssertionError as error:
+        pytest.skip(f"the package index gives no wheel of megatron-core: {error}")
     (built,) = folder.glob("*.whl")
     unpack(built, folder / "site")
     assert (folder / "site" / "megatron" / "training").is_dir()
     return folder / "site"
 
 
-def look(python: Path | str, cwd: Path, *path: Path) -> dict[str, Path]:
-    """Return the files at which `python` finds NVIDIA's megatron.core and megatron.training and our
-    megatron.gpt2.config."""
-    lines = run(
-        [str(python), "-c", LOOK, "core", "training"], cwd, PYTHONPATH=os.pathsep.join(map(str, path))
-    ).splitlines()
-    return {name: Path(file) for name, _, file in (line.partition(" ") for line in lines)}
-
-
-def found_at(theirs: Path, ours: Path) -> dict[str, Path]:
-    return {
-        "core": theirs / "megatron" / "core" / "__init__.py",
-        "training": theirs / "megatron" / "training" / "__init__.py",
-        "ours": ours / "megatron" / "gpt2" / "config" / "__init__.py",
-    }
+def check_found(python: Path | str, cwd: Path, theirs: Path, ours: Path, path: str = "") -> None:
+    """Check that `python` finds megatron.core and megatron.training in the folder `theirs`, and megatron.gpt2.config in
+    the folder `ours`."""
+    found = run([str(python), "-c", LOOK, "core", "training"], cwd, PYTHONPATH=path).splitlines()
+    files = [f"{name} {theirs}/megatron/{name}/__init__.py" for name in ("core", "training")]
+    assert found == [*files, f"ours {ours}/megatron/gpt2/config/__init__.py"]
 
 
 def unpack(wheel: Path, site: Path) -> None:
@@ -238,7 +223,7 @@ def test_ours_and_theirs_are_both_found(wheel: Path, theirs: Path, tmp_path: Pat
     """NVIDIA's and our packages are in sys.path or in one site-packages folder, and neither overwrites files of the
     other. `editable` is pip install -r requirements.txt, which finds our packages by a hook, after sys.path."""
     if way == "path":
-        assert look(sys.executable, tmp_path, theirs, ROOT) == found_at(theirs, ROOT)
+        check_found(sys.executable, tmp_path, theirs, ROOT, f"{theirs}:{ROOT}")
         return
     python, site = new_environment(tmp_path / "environment")
     see_libraries(site)
@@ -248,6 +233,6 @@ def test_ours_and_theirs_are_both_found(wheel: Path, theirs: Path, tmp_path: Pat
     if way == "wheels":
         assert not {*zipfile.ZipFile(wheel).namelist()} & {*zipfile.ZipFile(their_wheel).namelist()}
         unpack(wheel, site)
-    if way == "editable":
+    else:
         install(python, "--no-build-isolation -r requirements.txt", source)
-    assert look(python, tmp_path) == found_at(site, source if way == "editable" else site)
+    check_found(python, tmp_path, site, source if way == "editable" else site)

@@ -1,11 +1,11 @@
-"""Hosts on one machine: network namespaces that bridges join. Each host has addresses, a host name and the names of the
-other hosts.
+"""Simulate several hosts on one machine, as network namespaces that bridges connect. Each host has addresses, a host
+name and an /etc/hosts with the names of the other hosts.
 
     with Hosts(folder, 3) as hosts:
         run = hosts.start(0, words)     # on node1
         hosts.unplug(0)                 # nothing closes its connections
 
-The tests need Linux, root and the program ip; `block` needs nft. Without these programs and rights, a test is skipped.
+Hosts need Linux, root and the program ip; `block` needs nft. Without these programs and rights, a test is skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBERS = itertools.count()
 
 
 def tool(*words: str) -> str:
-    """Run a program of the system and return its output. Skip the test if it is not installed or not permitted."""
+    """Run a program of the system and return its output. Skip the test if the program is missing or not permitted."""
     try:
         return subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def tool(*words: str) -> str:
 
 
 def enter(namespace: str, name: str, names: str, prepare: Callable[[], object]) -> None:
-    """Move this process, which has no threads yet, to a host, and call `prepare` there.
+    """Move this process, which must have no threads, into the namespace of a host, and call `prepare` there.
 
     names: the file that replaces /etc/hosts.
     """
@@ -63,7 +63,7 @@ def enter(namespace: str, name: str, names: str, prepare: Callable[[], object]) 
 
 
 class Hosts:
-    """Makes hosts node1, node2, … with the interfaces eth0, eth1, … in each of some networks.
+    """A context manager that makes the hosts node1, node2, …, each with an interface eth0, eth1, … per network.
 
     family: the version of IP, 4 or 6.
     """
@@ -100,8 +100,8 @@ class Hosts:
         return f"10.77.{network}.{host + 1}" if self.family == 4 else f"fd00:77:{network}::{host + 1}"
 
     def set_names(self, *addresses: dict[str, str]) -> None:
-        """Write the /etc/hosts of each host. The last dict also applies to all later hosts. Call this method before
-        `start`."""
+        """Write the /etc/hosts of each host, before `start`. Each dict has {name: address} of one host, and the last
+        dict also those of all later hosts."""
         for host in range(self.count):
             names = addresses[min(host, len(addresses) - 1)] | {"localhost": "127.0.0.1"}
             (self.folder / f"names_{host}").write_text("".join(f"{at} {name}\n" for name, at in names.items()))
@@ -117,7 +117,7 @@ class Hosts:
     ) -> StartedRank:
         """Start `program` with small flags and `words` on a host.
 
-        prepare: a function that is called first on the host.
+        prepare: a function that the new process calls before `program`.
         """
         names = str(self.folder / f"names_{host}")
         before = partial(enter, self._spaces[host], f"node{host + 1}", names, prepare)

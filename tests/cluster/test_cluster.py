@@ -1,4 +1,5 @@
-"""Train on several hosts as docs/how-to/clusters.md describes it: starts, addresses, lost hosts, partitions."""
+"""Test what docs/how-to/clusters.md says about several hosts: how they start and find each other, and what happens if a
+host or the network fails."""
 
 from __future__ import annotations
 
@@ -56,11 +57,11 @@ def wait_for(condition: Callable[[], object], runs: Mapping[int, StartedRank], s
 
 @dataclass
 class Start:
-    """Two hosts start to train.
+    """A case of `test_start`: two hosts start to train, or end with an error.
 
     environ: environment variables, with {0} and {1} for the addresses of the hosts.
-    says: a pattern in the output of one of the hosts; "" if they train.
-    of_host: flags of a host.
+    says: a pattern in the output of one of the hosts; "" if the hosts train.
+    number: the flag that gives each host its number.
     change: a function that changes the hosts before the start.
     """
 
@@ -68,24 +69,25 @@ class Start:
     environ: Mapping[str, str] = field(default_factory=lambda: {"MASTER_ADDR": "{0}"})
     says: str = ""
     words: str = TWO
-    of_host: tuple[str, ...] = ("--node-rank 0", "--node-rank 1")
+    number: str = "--node-rank"
     change: Callable[[Hosts], object] = str
     network: int = 0  # the network of {0} and {1}
     networks: int = 1
     family: int = 4
-    by_torchrun: bool = False
+
+
+def program_of(words: str) -> Callable[[Sequence[str]], int]:
+    """Return torchrun if `words` has flags of torchrun, which follow "--", and else the training program."""
+    return torchrun if "-- " in words else main
 
 
 BLOCKED = "nothing answers at 10.77.0.1:29500, as seen from node2 "
 STARTS = [
     Start("flags per host", words=TWO + " --nproc-per-node 2 --model-parallel-size 2"),
-    Start(
-        "a process per rank", {}, words="--world-size 2 --init-method tcp://{0}:29500", of_host=("--rank 0", "--rank 1")
-    ),
-    Start("torchrun per host", {}, words="-- --nnodes 2 --nproc-per-node 1 --master-addr {0}", by_torchrun=True),
+    Start("a process per rank", {}, words="--world-size 2 --init-method tcp://{0}:29500", number="--rank"),
+    Start("torchrun per host", {}, words="-- --nnodes 2 --nproc-per-node 1 --master-addr {0}"),
     Start("a file in a shared folder", {}, words=TWO + " --init-method file://{folder}/meet"),
     Start("IPv6 only", family=6),
-    Start("IPv6 in --init-method", {}, words=TWO + " --init-method tcp://[{0}]:29500", family=6),
     Start("host names", {"MASTER_ADDR": "node1"}),
     Start(
         "a host name that is 127.0.0.1 on all",
@@ -142,9 +144,9 @@ def test_start(folder: Path, on_one_host: list[float], case: Start) -> None:
         places = [hosts.address(host, case.network) for host in range(2)]
         environ = {name: value.format(*places) for name, value in case.environ.items()}
         words = f"--save {folder}/save {case.words.format(*places, folder=folder)}"
-        program = torchrun if case.by_torchrun else main
         runs = {
-            host: hosts.start(host, f"{words} {own}", environ, program=program) for host, own in enumerate(case.of_host)
+            host: hosts.start(host, f"{words} {case.number} {host}", environ, program=program_of(words))
+            for host in range(2)
         }
         ended = [run.end(60) for run in runs.values()]
         output = "\n".join(text for _, text in ended)
@@ -159,19 +161,16 @@ def test_start(folder: Path, on_one_host: list[float], case: Start) -> None:
 
 @dataclass
 class Loss:
-    """Two hosts with a rank each train and save, until a host is lost.
+    """A case of `test_a_lost_host`: two hosts with a rank each train and save, until one host is lost.
 
-    says: a pattern in the output of the host that names the lost host.
     then: what happens after the loss: the run "ends", "ends on both" or "goes on", or the lost host "returns".
     """
 
     name: str
-    lose: Callable[[Hosts], object]
-    says: str
-    by: int = 0  # the host whose output names the lost host
+    host: int = 1  # the lost host
+    lose: Callable[[Hosts, int], object] = Hosts.vanish
     words: str = TWO
     in_save: bool = False
-    by_torchrun: bool = False
     then: str = "ends"
 
 
@@ -180,66 +179,55 @@ def hold_in_save() -> None:
     mock.patch.object(writer, "write_safetensors", lambda *args: time.sleep(600)).start()
 
 
-SECOND = r"error \(node1\): rank 1 \(node2\) sent no heartbeat for \d+ s"
-FIRST = r"error \(node2\): rank 0 \(node1\) sent no heartbeat for \d+ s"
+# the error that the other host prints, for each lost host
+NO_HEARTBEAT = [
+    rf"error \(node{2 - host}\): rank {host} \(node{host + 1}\) sent no heartbeat for \d+ s" for host in range(2)
+]
 RESTARTS = TWO + " --max-restarts 3"
 ELASTIC = RESTARTS + " --elastic"
+UNDER_TORCHRUN = "-- --nnodes 2 --nproc-per-node 1"
 LOSSES = [
-    Loss("a host vanishes", lambda hosts: hosts.vanish(1), SECOND),
-    Loss("the host of rank 0 vanishes", lambda hosts: hosts.vanish(0), FIRST, by=1),
-    Loss("a host vanishes in a save", lambda hosts: hosts.vanish(1), SECOND, in_save=True),
-    Loss("the host of rank 0 vanishes in a save", lambda hosts: hosts.vanish(0), FIRST, by=1, in_save=True),
-    Loss("a host stands still", lambda hosts: hosts.kill(1, signal.SIGSTOP), SECOND),
-    Loss("the network is cut", lambda hosts: hosts.unplug(1), SECOND, then="ends on both"),
-    Loss(
-        "a host vanishes under torchrun",
-        lambda hosts: hosts.vanish(1),
-        SECOND,
-        words="-- --nnodes 2 --nproc-per-node 1",
-        by_torchrun=True,
-    ),
-    Loss("a host vanishes and comes back", lambda hosts: hosts.vanish(1), SECOND, words=RESTARTS, then="returns"),
-    Loss("a host vanishes, --elastic", lambda hosts: hosts.vanish(1), SECOND, words=ELASTIC, then="goes on"),
-    Loss(
-        "a host vanishes and comes back, --elastic",
-        lambda hosts: hosts.vanish(1),
-        SECOND,
-        words=ELASTIC,
-        then="returns",
-    ),
+    Loss("a host vanishes"),
+    Loss("the host of rank 0 vanishes", host=0),
+    Loss("a host vanishes in a save", in_save=True),
+    Loss("the host of rank 0 vanishes in a save", host=0, in_save=True),
+    Loss("a host is suspended", lose=partial(Hosts.kill, number=signal.SIGSTOP)),
+    Loss("the network is cut", lose=Hosts.unplug, then="ends on both"),
+    Loss("a host vanishes under torchrun", words=UNDER_TORCHRUN),
+    Loss("a host vanishes and comes back", words=RESTARTS, then="returns"),
+    Loss("a host vanishes, --elastic", words=ELASTIC, then="goes on"),
+    Loss("a host vanishes and comes back, --elastic", words=ELASTIC, then="returns"),
 ]
 
 
 def check_records(save: Path) -> None:
-    """Check that each iteration was recorded once, in order."""
+    """Check that metrics.jsonl has each iteration once, in order."""
     found = [record["iteration"] for record in read_records(save / METRICS) if "split" not in record]
     assert found == list(range(1, len(found) + 1))
 
 
 def iteration(save: Path) -> int:
-    """Return the newest iteration in the records."""
+    """Return the newest iteration in metrics.jsonl."""
     return len(losses(save)) if (save / "metrics.jsonl").exists() else 0
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
 def test_a_lost_host(folder: Path, case: Loss) -> None:
-    save = folder / "save"
+    save, by_torchrun = folder / "save", case.words == UNDER_TORCHRUN
     with Hosts(folder) as hosts:
 
         def start(host: int, prepare: Callable[[], object] = int) -> StartedRank:
-            words = (
-                f"{ENDLESS} {case.words} --node-rank {host}" + f" --master-addr {hosts.address(0)}" * case.by_torchrun
-            )
-            program = torchrun if case.by_torchrun else main
-            flags, environ = f"--save {save} --save-interval 20 {words}", {"MASTER_ADDR": hosts.address(0)}
-            return hosts.start(host, flags, environ, prepare=prepare, program=program)
+            words = f"--save {save} --save-interval 20 {ENDLESS} {case.words} --node-rank {host}"
+            words += f" --master-addr {hosts.address(0)}" * by_torchrun
+            environ = {"MASTER_ADDR": hosts.address(0)}
+            return hosts.start(host, words, environ, prepare=prepare, program=program_of(words))
 
-        lost, named = 1 - case.by, case.by
+        lost, named = case.host, 1 - case.host
         runs = {host: start(host, hold_in_save if case.in_save and host == lost else int) for host in range(2)}
         wait_for(lambda: any(save.glob("iter_*.tmp-*")) if case.in_save else (save / "iter_0000020").exists(), runs)
-        case.lose(hosts)
+        case.lose(hosts, lost)
         began = time.monotonic()
-        wait_for(lambda: re.search(case.says, runs[named].output.read_text()), runs, 60)
+        wait_for(lambda: re.search(NO_HEARTBEAT[lost], runs[named].output.read_text()), runs, 60)
         print(f"{case.name}: named after {time.monotonic() - began:.0f} s")
         if case.then == "returns":
             hosts.plug(1)
@@ -252,10 +240,10 @@ def test_a_lost_host(folder: Path, case: Loss) -> None:
             assert runs[0].end(60)[0] == 0
         else:
             code, output = runs[named].end(60)
-            assert code == 1 and ("Traceback" not in output or case.by_torchrun), output
+            assert code == 1 and ("Traceback" not in output or by_torchrun), output
             if case.then == "ends on both":
                 code, output = runs[lost].end(60)
-                assert code == 1 and re.search(FIRST, output), output
+                assert code == 1 and re.search(NO_HEARTBEAT[named], output), output
         assert find_checkpoint(save, log=pytest.fail) or case.in_save
         check_records(save)
         print(case.name, [run.output.read_text() for run in runs.values()])
@@ -274,7 +262,8 @@ def test_a_link_that_drops_for_a_moment(folder: Path) -> None:
 
 
 def test_a_link_between_two_other_hosts_is_cut(folder: Path) -> None:
-    """Both hosts still reach the first host, which serves the store."""
+    """If the link between the second and the third host is cut, a run ends with an error that names both, although both
+    still reach the first host."""
     # Import `report` only here, because the ranks import test_cluster.py and do not need it.
     from megatron.gpt2.extensions.post_mortem.command import report
 
@@ -296,9 +285,10 @@ class Partition:
     """Three hosts train with --elastic until the network between `left` and the others is cut. All hosts still reach
     the storage, and a supervisor on each side starts its hosts again, with a separate rendezvous.
 
-    locks: whether the storage has file locks. Without locks, host 0 is suspended until the other side has saved.
-    left: the hosts of one side; host 0 has rank 0.
-    moment: the cut is in a step, while host 2 writes its files, or while rank 0 is between its check and its commit.
+    locks: whether the storage has file locks. Without them, host 0 is suspended until the other side has saved.
+    left: the hosts on one side of the cut; host 0 has rank 0.
+    moment: when the network is cut: in a "step", while host 2 writes the "files" of a checkpoint, or between the check
+        and the "commit" of rank 0.
     """
 
     locks: bool
@@ -307,8 +297,7 @@ class Partition:
 
 
 def prepare(folder: Path, case: Partition, host: int) -> None:
-    """Let host 0 or 2 stop at the moment of the case, in the second save of all three hosts, until the file "go"
-    exists."""
+    """In the second save of all three hosts, let host 0 or 2 wait at `case.moment` until the file "go" exists."""
     count = itertools.count()
 
     def hold() -> None:
@@ -330,7 +319,7 @@ def prepare(folder: Path, case: Partition, host: int) -> None:
 
     commit: Callable[..., None] = writer.commit
     write = writer.write_rank_files
-    if not case.locks:  # as on some network file systems
+    if not case.locks:  # Some network file systems have no locks.
         mock.patch.object(lease, "try_lock", side_effect=OSError(errno.ENOLCK, "No locks available")).start()
     if case.moment == "commit" and host == 0:
         mock.patch.object(saver, "commit", commit_late).start()
@@ -368,7 +357,7 @@ PARTITIONS = [
 
 @pytest.mark.parametrize("case", PARTITIONS, ids=str)
 def test_a_partition_has_one_writer(folder: Path, case: Partition) -> None:
-    """Each iteration is committed and recorded once, in order, and both sides can continue."""
+    """After a cut, each iteration is committed and recorded once, in order. The side that ends is started again."""
     save, sides = folder / "save", (case.left, tuple({0, 1, 2} - set(case.left)))
     with Hosts(folder, 3) as hosts:
 

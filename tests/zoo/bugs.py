@@ -1,6 +1,6 @@
-"""Published bugs of parallel training, each as a small change of the program, and an equal number of harmless changes.
+"""Published bugs of parallel training, each as a small change of the program, and harmless changes.
 
-A change is a function that gets a pytest.MonkeyPatch, which undoes the change. The ranks with the change call this
+A change is a function that patches the program with a pytest.MonkeyPatch, which can undo the patch. Ranks call this
 function before they build their run.
 """
 
@@ -45,7 +45,7 @@ Plant = Callable[[Patch], object]
 DATA_PARALLEL = "--micro-batch-size 2"
 RECOMPUTED = DATA_PARALLEL + " --recompute-granularity full"
 MICRO_BATCHES = "--micro-batch-size 1 --pipeline-model-parallel-size 2"
-EOD_MASK = "--eod-mask-loss"  # Runs with this flag are compared with a separate trace.
+EOD_MASK = "--eod-mask-loss"  # Layouts with this flag are compared with a reference run that has it, too.
 LAST = "gradient of transformer.final_layernorm.bias"
 
 
@@ -54,7 +54,7 @@ class Change(NamedTuple):
 
     source: the thread or paper that reports the bug; empty for a harmless change.
     named: the tensor, group or line that a tool must print.
-    ranks: those that have the change, of `world_size`.
+    ranks: the ranks of a run of `world_size` ranks that have the change.
     flags: the flags of the layout.
     """
 
@@ -67,13 +67,13 @@ class Change(NamedTuple):
 
 
 def in_trainer(plant: Callable[[Trainer, Patch], None]) -> Plant:
-    """Return a change that is made as soon as the rank has built its trainer."""
+    """Return a change that calls `plant` as soon as the rank has built its trainer."""
 
     def early(patch: Patch) -> None:
         original = Trainer.__init__
 
         def build(self: Trainer, **parts: Any) -> None:
-            patch.setattr(Trainer, "__init__", original)  # Copies of the trainer are not changed again.
+            patch.setattr(Trainer, "__init__", original)  # Trainers that a tool builds later are not changed again.
             original(self, **parts)
             plant(self, patch)
 
@@ -83,7 +83,7 @@ def in_trainer(plant: Callable[[Trainer, Patch], None]) -> Plant:
 
 
 def scaled(factor: float) -> Plant:
-    """Multiply the gradients of a step."""
+    """Return a change that multiplies the gradients of a step by `factor`."""
     return extra(
         BucketReducer,
         "finish_grad_sync",
@@ -93,7 +93,7 @@ def scaled(factor: float) -> Plant:
 
 
 def without_collectives(module: Any) -> Plant:
-    """Omit the all-reduces of a module."""
+    """Return a change that leaves out all all-reduces of a module."""
     return replaced(module, "dist", SimpleNamespace(all_reduce=lambda *args, **options: None))
 
 
@@ -134,13 +134,13 @@ def incomplete_all_reduce(original: Any, x: Tensor, *args: Any, **options: Any) 
 
 
 def verified(name: str, source: str) -> Change:
-    """Return the change that plants a fault of the tests of `verify`."""
+    """Return the change that plants the fault `name` of planted_faults.py."""
     fault = faults.FAULTS[name]
     return Change(in_trainer(fault.plant), fault.flags, source, fault.tensor)
 
 
 def ordered(name: str, source: str) -> Change:
-    """Return the change that plants a fault of the tests of `prove_order`."""
+    """Return the change that plants the fault `name` of order/test_order.py."""
     fault = order.FAULTS[name]
     line = order.line_numbers(fault.file, fault.line)[0]
     return Change(
@@ -376,7 +376,7 @@ def head_by_head(original: Any, qkv: Tensor, p: float, seeds: Tensor, location: 
 
 
 def counted(change: Callable[[list[Tensor]], list[Tensor]]) -> Plant:
-    """Change the gradients that the norm counts."""
+    """Return a change that computes the gradient norm of `change(gradients)`."""
 
     def plant(trainer: Trainer, patch: Patch) -> None:
         patch.setattr(

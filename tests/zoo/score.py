@@ -1,13 +1,13 @@
-"""Score the tools on the zoo, and print the table: python -m tests.zoo.score
+"""Run verify, prove-order and preflight on each bug and harmless change of tests/zoo/bugs.py, and print the table of
+docs/how-to/bug-zoo.md: python -m tests.zoo.score
 
-The proof of order runs in this process. If it finds nothing, `verify` and `preflight` run on two ranks.
+prove-order runs in this process. If it finds nothing, `verify` and `preflight` run on two ranks.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +29,10 @@ CHANGES = BUGS | HARMLESS
 
 
 class Score(NamedTuple):
-    """The output of a tool about a change, empty if the tool finds nothing, and the seconds that the tool takes."""
+    """What a tool prints about a change, empty if the tool finds nothing."""
 
     tool: str
     finding: str
-    seconds: float
 
 
 def run_flags(folder: Path, flags: str) -> str:
@@ -45,35 +44,30 @@ def trace_of(flags: str) -> str:
     return "trace_eod" if EOD_MASK in flags else "trace"
 
 
-def check_ranks(
-    rank: int, world_size: int, folder: Path, names: Sequence[str]
-) -> dict[str, tuple[Score, RankReport, float]]:
-    """Return what `preflight` prints about each change, and this rank's report of `verify` with its seconds."""
+def check_ranks(rank: int, world_size: int, folder: Path, names: Sequence[str]) -> dict[str, tuple[Score, RankReport]]:
+    """Return {name of a change: (what `preflight` prints, this rank's report of `verify`)}."""
     found = {}
     for name in names:
         change = CHANGES[name]
         with Patch.context() as patch:
             if rank in change.ranks:
                 change.plant(patch)
-            begin = time.perf_counter()
             words = f"--data-cache-path {folder}/cache --save {folder}/run {run_flags(folder, change.flags)}"
             arguments = parse([*SMALL, *words.split()])
             rows = run_checks(arguments, RankInfo(rank, world_size, rank, world_size))
-            middle = time.perf_counter()
             report = run_case(rank, world_size, folder, run_flags(folder, change.flags), trace=trace_of(change.flags))
         text = "\n".join(f"{row.name}: {row.text}" for row in rows if row.mark == "FIX")
-        found[name] = Score("preflight", text, middle - begin), report, time.perf_counter() - middle
+        found[name] = Score("preflight", text), report
     return found
 
 
 def prove(change: Change) -> Score:
-    begin = time.perf_counter()
     story = story_of(f"{change.flags} --global-batch-size 4", change.world_size, change.plant, change.ranks)
-    return Score("prove-order", story, time.perf_counter() - begin)
+    return Score("prove-order", story)
 
 
 def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
-    """Run the tools on each change. Return {name of the change: scores}."""
+    """Run verify, prove-order and preflight on the changes `names`. Return {name of a change: scores of the tools}."""
     scores = {name: [prove(CHANGES[name])] for name in names}
     started = [name for name in names if not scores[name][0].finding]
     words = write_text(folder).read_text().split()
@@ -86,32 +80,30 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
     ranks = run_ranks(check_ranks, 2, folder, started, timeout=1800) if started else []
     for name in started:
         flags = CHANGES[name].flags
-        preflight, report, seconds = ranks[0][name]
+        preflight, report = ranks[0][name]
         comparison = Comparison([rank[name][1].findings for rank in ranks], TensorTrace(folder / trace_of(flags)))
         result = LayoutResult(LayoutSpec(flags, (), 2, 4), report.metadata, comparison)
         text = "\n".join(explain_mismatch(result)) if comparison.mismatches else ""
-        scores[name] += [Score("verify", text, seconds), preflight]
+        scores[name] += [Score("verify", text), preflight]
     return scores
 
 
 def tools_that_name(name: str, scores: Sequence[Score]) -> list[str]:
-    """Return the tools that print what is wrong. For a harmless change, return the tools that print anything."""
+    """Return the tools that print where the bug `name` is, or, for a harmless change, that print anything."""
     named = CHANGES[name].named
-    return [
-        tool for tool, text, _ in scores if text and (f", {named} (" if named and tool == "verify" else named) in text
-    ]
+    return [tool for tool, text in scores if text and (f", {named} (" if named and tool == "verify" else named) in text]
 
 
 def main() -> None:
-    """Print the table in Markdown, and below it what the tools print."""
+    """Print the table of docs/how-to/bug-zoo.md in Markdown, and below it what the tools print about each change."""
     with tempfile.TemporaryDirectory() as folder:
         found = score([*CHANGES], Path(folder))
     print("|bug|source|found by|\n|---|---|---|")
     for name, scores in found.items():
         print(f"|{name}|{CHANGES[name].source}|{', '.join(tools_that_name(name, scores))}|")
     for name, scores in found.items():
-        for tool, finding, seconds in scores:
-            print(f"\n{name}: {tool}, {seconds:.1f} s\n{finding}")
+        for tool, finding in scores:
+            print(f"\n{name}: {tool}\n{finding}")
 
 
 if __name__ == "__main__":

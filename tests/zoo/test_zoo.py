@@ -1,4 +1,4 @@
-"""Test that the tools name each bug of the zoo, and report none of the harmless changes."""
+"""Test that verify, prove-order and preflight name each bug of tests/zoo/bugs.py, and report no harmless change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_page_lists_the_bugs():
 
 
 def test_each_change_finds_what_it_changes():
-    """A change of a name in the program may leave a patch without effect."""
+    """If a function is renamed in the program, the change that patches it fails here."""
     for change in CHANGES.values():
         with Patch.context() as patch:
             change.plant(patch)
