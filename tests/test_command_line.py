@@ -37,6 +37,7 @@ SHORT = (
     "--max-position-embeddings 16 --tokenizer-type bytes --micro-batch-size 4 --lr 1e-3 --device cpu "
     "--precision fp32 --split 80,10,10"
 )
+FLAGS = SHORT.split()
 TEXT = f"{SHORT} --train-data text.txt"
 Train = Callable[..., tuple[str, str]]
 

@@ -139,33 +139,20 @@ def part_of(path: Path, package: str) -> str:
     return path.relative_to(ROOT / package).parts[0].removesuffix(".py")
 
 
-def violations(package: str, levels: list[str]) -> list[str]:
-    """Return imports that do not go to a lower level, and parts of the package without a level."""
-    level_of = {part: number for number, parts in enumerate(levels) for part in parts.split()}
+@pytest.mark.parametrize("package", LEVELS)
+def test_imports_lead_to_lower_levels(package: str) -> None:
+    """Each file and folder of the package has a level, and imports only from itself and from lower levels."""
+    level_of = {part: number for number, parts in enumerate(LEVELS[package]) for part in parts.split()}
+    assert set(level_of) == {part_of(path, package) for path in sources(package)} - {"__init__"}
     prefix = package.replace("/", ".") + "."
-    wrong = []
     for path in sources(package):
         here = part_of(path, package)
         if here == "__init__":  # An `__init__.py` may import from all levels.
             continue
-        if here not in level_of:
-            wrong.append(f"{path.relative_to(ROOT)} is on no level")
-            continue
-        for name in sorted(imported(path)):
-            there = name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else here
-            if there not in level_of:
-                wrong.append(f"{path.relative_to(ROOT)} imports {name} from the package: import it from its module")
-            elif there != here and level_of[there] >= level_of[here]:
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}, which is on no level below it")
-    return wrong
-
-
-@pytest.mark.parametrize("package", LEVELS)
-def test_imports_lead_to_lower_levels(package: str) -> None:
-    """No two folders import each other."""
-    named = {part for parts in LEVELS[package] for part in parts.split()}
-    assert named == {part_of(path, package) for path in sources(package)} - {"__init__"}
-    assert not violations(package, LEVELS[package])
+        for name in (name for name in imported(path) if name.startswith(prefix)):
+            there = name.removeprefix(prefix).split(".")[0]
+            assert there in level_of, f"{path.relative_to(ROOT)} imports {name} from the package, not from its module"
+            assert there == here or level_of[there] < level_of[here], f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_the_drawing_of_the_levels() -> None:

@@ -109,9 +109,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for cache in (folder / "cache", folder / "users_cache" / "gpt2-model-parallel"):
         cache.mkdir(parents=True)
         write_byte_vocabulary(cache / "gpt2-vocab.json", cache / "gpt2-merges.txt")
-    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
-        for place in (folder, folder / "data"):
-            shutil.copy(folder / "cache" / name, place)
+    for place in (folder, folder / "data"):
+        shutil.copytree(folder / "cache", place, dirs_exist_ok=True)
     document = [*b"What an old script asks for is done, or refused. ", 256]
     write_pair(folder / "data" / "webtext" / "webtext_text_document", [document] * 60)
     return folder
@@ -119,6 +118,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to the folder `work`, and remove the environment variables of launchers."""
     monkeypatch.chdir(work)
     monkeypatch.setenv("XDG_CACHE_HOME", str(work / "users_cache"))
     monkeypatch.syspath_prepend(ROOT / "tools")

@@ -107,12 +107,10 @@ def test_an_environment_is_made_if_a_package_is_missing(project: Project) -> Non
     assert done.returncode == 0, done.stderr
     own = project.root / ".venv" / "bin" / "python"
     assert done.stdout.startswith(f"run by {own} ")
-    assert f"making {project.root}/.venv" in done.stderr
-    assert "torch==2.13.0" in done.stderr
+    assert f"making {project.root}/.venv" in done.stderr and "torch==2.13.0" in done.stderr
     assert done.stderr.rstrip().endswith(f"-c {project.root}/constraints.txt -e {project.root}")
     again = project.run("pretrain_gpt2.sh", **variables)
-    assert again.stdout.startswith(f"run by {own} ")
-    assert again.stderr == ""
+    assert again.stdout.startswith(f"run by {own} ") and again.stderr == ""
 
 
 def test_without_a_network_or_python(project: Project) -> None:
