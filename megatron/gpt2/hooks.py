@@ -44,7 +44,7 @@ EXTENSIONS = {
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# This extension computes the expected memory of a run. It has no flag and is loaded if it is installed.
+# This extension computes the expected memory of a run. Every run loads the extension if it is installed.
 MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")

@@ -95,7 +95,7 @@ def write_config(folder: Path, config: Config, metadata: dict[str, Any], *, cont
 
 def read_config(path: str) -> dict[str, Any]:
     """Return {"section.field": value} of the config.json at `path`, without default values. Raises ValueError or
-    FileNotFoundError in one line if `path` is not such a file.
+    FileNotFoundError in one line if `path` is not the config.json of a run.
 
     The result has the global batch size instead of --gradient-accumulation-steps, whose value depends on the number of
     ranks."""

@@ -128,9 +128,9 @@ class HangDetector(Hook):
         self._step_started = float("inf")
 
     def handle_error(self, trainer: Any, error: BaseException) -> bool:
-        """Return True if a collective has failed with `error` because it waited for a late rank. In this case, one rank
-        of each machine has printed which rank is late, and this process has left the rendezvous. The main thread calls
-        this method."""
+        """Return True if a collective has failed with `error` because it waited for a late rank. Before it returns
+        True, one rank of each machine prints which rank is late, and this process leaves the rendezvous. The main
+        thread calls this method."""
         if self._heartbeat.is_stopped or not self._heartbeat.store_answers(LOST_TIMEOUT):
             return False  # Reading from an unreachable store would block for --init-timeout seconds.
         self._main_thread_exits = True

@@ -6,7 +6,7 @@ in this list that has a rank is used:
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
 
-torch reads only torchrun's variables. A process that no launcher has started is a single rank, even inside an
+torch itself reads only torchrun's variables. A process that no launcher has started is a single rank, even inside an
 allocation of Slurm. This module does not use the network; rendezvous.py connects the ranks.
 """
 

@@ -207,7 +207,8 @@ class Rendezvous:
     addresses: Mapping[int, str] = field(default_factory=dict)  # {rank: the address from which it reaches rank 0}
 
     def gather(self, name: str, rank: int, value: str) -> list[str]:
-        """Gather the `value` of each rank, and return the values in the order of ranks. Each `name` can be used once.
+        """Gather the `value` of each rank, and return the values in the order of ranks. A `name` can be used for only
+        one call.
 
         The wait for other ranks has no time limit, because tokenising can take hours. Raises LostRanksError if a rank
         has left or sends no heartbeats, and MissingRanksError if the store does not answer.

@@ -21,11 +21,11 @@ class SamplingParams:
     """
 
     repetition_penalty: float = 1.0  # Above 1, tokens that are already in the text become less likely.
-    temperature: float = 1.0  # With 0, each draw is the most likely token (greedy).
-    top_k: int = 0  # Draw only from the k most likely tokens, or with 0 from all tokens.
-    top_p: float = 0.0  # Draw only from the fewest tokens whose probabilities sum to p, or with 0 from all tokens.
+    temperature: float = 1.0  # With temperature 0, each draw is the most likely token.
+    top_k: int = 0  # Draw only from the k most likely tokens, or from all tokens if k is 0.
+    top_p: float = 0.0  # Draw only from the fewest tokens whose probabilities sum to p, or from all if p is 0.
     max_new_tokens: int = 200
-    stop: tuple[str, ...] = ()  # Generation ends before the first of these texts.
+    stop: tuple[str, ...] = ()  # The text ends before the first of these stop strings.
     seed: int = 1234
     alternatives: int = 0  # The number of most likely tokens to report with each drawn token.
 

@@ -61,7 +61,7 @@ ROUNDING_KEYS = (
     "computed_by.threads",
 )
 _DEFAULTS = Config().as_dict()
-DISPLAY_NAMES = {  # {key: how a message names the key}. A message names other keys as flags.
+DISPLAY_NAMES = {  # {key: name of the key in messages}. Messages name all other keys by their flags.
     "data_fingerprint": "the training data or --split",
     "batch_growth": "how the batch grows:",
     "layout.data_parallel_size": "data-parallel size",

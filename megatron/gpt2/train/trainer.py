@@ -125,7 +125,7 @@ class Trainer:
 
 def build_trainer(context: RunContext, log: Log) -> Trainer:
     """Create the process groups, the model and its optimizer, and load the checkpoint. Every rank must call this
-    function. Raises ValueError on every rank if their flags or files differ.
+    function. Raises ValueError on every rank if flags or files differ between ranks.
 
     log: gets the lines that are logged before the run has its own log.
     """

@@ -1,5 +1,5 @@
-"""Test that an extension is loaded only if its flag is given. A run without this flag works even if the extension is
-not installed."""
+"""Test that an extension is loaded only if its flag is given. A run without extensions works even if none is
+installed."""
 
 from __future__ import annotations
 

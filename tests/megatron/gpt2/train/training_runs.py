@@ -79,7 +79,8 @@ def start(rank: int, world_size: int, folder: str | Path, flags: str | Sequence[
 
 
 def steps(trainer: Trainer, count: int) -> dict[str, Any]:
-    """Train `count` steps. Return loss, gradient norm, loss scale, learning rate and skip of each step."""
+    """Train `count` steps. Return loss, gradient norm, loss scale and learning rate of each step, and whether the step
+    was skipped."""
     seen: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": [], "rate": []}
     for _ in range(count):
         trainer.progress.loss_sum.zero_()
