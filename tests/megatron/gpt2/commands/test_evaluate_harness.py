@@ -64,8 +64,8 @@ def write_task(path: Path, docs: Path, task: dict[str, Any]) -> None:
 
 @functools.cache  # A model name can be registered only once.
 def program() -> dict[str, Any]:
-    """Return the module evaluate_harness as a dictionary. Its TaskManager has only the tasks of this test, because
-    reading lm-eval's 14,000 files takes seconds."""
+    """Return the module evaluate_harness as a dictionary. TaskManager is limited to the tasks of this test, because
+    reading lm-eval's 14,000 task files takes seconds."""
     names = vars(tool("evaluate_harness"))
     names["TaskManager"] = functools.partial(names["TaskManager"], include_defaults=False)
     return names
@@ -183,8 +183,8 @@ def loaded(folder: Path) -> Iterator[LoadedModel]:
 
 
 def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel) -> None:
-    """Use the settings of docs/how-to/evaluation.md. Texts that are too long for the model lose the same tokens in both
-    ways."""
+    """Use the settings of docs/how-to/evaluation.md. If a text is too long for the model, the server and HarnessLM cut
+    the same tokens."""
     from tests.megatron.gpt2.extensions.serve.test_app import serving
 
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()

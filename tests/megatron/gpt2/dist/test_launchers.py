@@ -44,7 +44,7 @@ for task in "${tasks[@]}"; do wait "$task" || exit; done
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launchers")
-    os.utime(write_text(folder), (1e9, 1e9))  # The hash of a file with an old mtime is stored.
+    os.utime(write_text(folder), (1e9, 1e9))  # The program stores the hash of a file with an old mtime.
     return folder
 
 
@@ -225,7 +225,7 @@ def test_the_first_launcher_wins() -> None:
 def test_flags_by_hand() -> None:
     found, words = read_launch(["--lr", "1", *BY_HAND.split(), "--init_timeout", "7", "--prompt", "a_b"], {})
     assert found == Launch(1, 3, init_method="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
-    assert words == ["--lr", "1", "--prompt", "a_b"]  # These flags are left for pretrain_gpt2.py.
+    assert words == ["--lr", "1", "--prompt", "a_b"]  # pretrain_gpt2.py parses the remaining flags.
 
 
 def test_torchrun_keeps_the_store() -> None:
@@ -298,7 +298,7 @@ def test_errors_of_launch_settings(line: str, message: str) -> None:
 
 
 def test_ranks_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A single rank runs in the process itself.
+    # --nproc-per-node 1 starts no rank: the process itself is the rank.
     for count, gpus, starts in ((1, 0, 0), (0, 0, 2), (0, 1, 0), (0, 8, 8)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)  # noqa: B023
         assert launch({}, f"--nproc-per-node {count}").ranks_to_start == starts

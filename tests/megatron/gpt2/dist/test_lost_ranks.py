@@ -75,7 +75,7 @@ def stop_after_a_save(folder: Path) -> None:
             wait_until((folder / "go").exists)
         return write_safetensors(path, file, *rest)
 
-    # If rank 0 waited this long for the lost rank, the test would fail.
+    # The test fails if rank 0 waits LEAVE_TIMEOUT seconds for the lost rank.
     mock.patch.object(ranks, "LEAVE_TIMEOUT", 60.0).start()
     mock.patch.object(writer, "write_safetensors", write_late).start()
     plant(Fault(stop_later, rank=1, step=2))

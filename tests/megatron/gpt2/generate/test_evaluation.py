@@ -27,7 +27,7 @@ PROSE = (ROOT / "LICENSE").read_text()
 
 @pytest.fixture(scope="module")
 def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a model, prose in WikiText's format, and passages of that prose and of the training words."""
+    """Make a folder with a model, a text in WikiText's format, and passages of this text and of the training text."""
     folder = tmp_path_factory.mktemp("word_model")
     words = word_model(shared_folder, folder)
     wiki = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", re.sub(r"([.,;:()\"])", r" \1 ", PROSE)).replace("\n", " \n ")

@@ -107,7 +107,8 @@ def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], l
 
 
 def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """Return the errors on this rank when the driver fails between forward passes, or is interrupted in one."""
+    """Return the errors on this rank when the driver fails between two forward passes, or is interrupted during a
+    forward pass."""
     mpu.initialize_model_parallel(world_size)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell lets background jobs ignore SIGINT.
     model, ends = GPT2Model(CONFIG), list[tuple[str, str]]()
@@ -206,7 +207,7 @@ def end_at_once(model: GPT2Model) -> GPT2Model:
 
 
 def hugging_face(model: GPT2Model, folder: Path) -> Any:
-    """Convert the model with the exporter to Hugging Face's format."""
+    """Export the model to Hugging Face's format, and load the export with transformers."""
     from transformers import GPT2LMHeadModel
 
     from megatron.gpt2.formats import Hints, open_checkpoint

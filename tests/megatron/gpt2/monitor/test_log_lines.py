@@ -174,7 +174,7 @@ def test_device_events_are_read_only_when_done(monkeypatch: pytest.MonkeyPatch) 
             pass
     LateEvent.done = 4  # Four of six events are complete: two intervals of 1 ms.
     assert timers.take_ms(1) == {"forward": 2.0}
-    with timers("forward"):  # The timer uses completed events again.
+    with timers("forward"):  # The timer records the completed event objects again.
         pass
     LateEvent.done = 8
     assert timers.take_ms(1) == {"forward": 2.0}

@@ -67,8 +67,8 @@ def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
 
 
 def one_rank_reads_different_data(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
-    """Give rank 3 a different third batch than rank 2, which is in its model-parallel group. Return the error and the
-    iteration."""
+    """Give rank 3 a different third batch than rank 2, which is in its model-parallel group. Return the error message
+    and the last iteration."""
     trainer = start(rank, world_size, folder, "--model-parallel-size 2 --log-interval 2 --train-iters 8")
     loader = trainer.data.loader
 

@@ -47,7 +47,7 @@ WIDE = [
     LayoutCase(2, 2, 1, 1, TWO_CHUNKS),
     LayoutCase(2, 2, 1, 1, f"{SEQUENCE} {FULL}"),
     LayoutCase(1, 2, 3, 1),
-]  # The layouts of 8 ranks are in 371f5f5:benchmarks/exact_layouts.py.
+]  # At commit 371f5f5, benchmarks/exact_layouts.py has layouts of 8 ranks.
 
 
 def train(
@@ -110,7 +110,7 @@ def test_no_bit_depends_on_the_layout(tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("precision, layouts", [("--precision fp32", WIDE), (FP16, QUICK)], ids=["fp32", "fp16"])
 def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts: list[LayoutCase]) -> None:
-    """`371f5f5:benchmarks/exact_layouts.py` has compared these layouts over 30 steps in fp32."""
+    """At commit 371f5f5, benchmarks/exact_layouts.py has compared these layouts over 30 steps in fp32."""
     assert_equal(tmp_path, layouts, precision, 5)
 
 

@@ -71,7 +71,7 @@ QUICK = [
     LayoutCase(1, 2, 2, 1, f"{SHARDED} {TWO_CHUNKS}"),
     LayoutCase(1, 4, 1, 2),
 ]
-# Layouts of up to 8 ranks are in 371f5f5:benchmarks/layouts.py.
+# At commit 371f5f5, benchmarks/layouts.py has layouts of up to 8 ranks.
 WIDE = [
     *(
         LayoutCase(tensor, 1, data, micro, flags)

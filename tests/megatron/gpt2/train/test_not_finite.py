@@ -1,5 +1,5 @@
 """After too many skipped steps, the error names the first tensor that is not finite and its rank, also between log
-lines. Each rank writes its state to a file."""
+lines. Each rank writes the norms of its tensors to a file."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
         assert len(seen["loss"]) == 8 and clean[-1] < clean[0]
         for other in ("again", "resumed"):
             other_seen, other_tensors = results[other]
-            # A skipped step's loss may be NaN, and NaN is not equal to NaN. So the test compares repr.
+            # The loss of a skipped step may be NaN, and NaN is not equal to NaN, but the text "nan" is equal.
             assert repr(other_seen) == repr(seen), other
             assert other_tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def test_torchs_generators_are_equal_only_on_ranks_that_share_activations(tmp_pa
 
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     """After --no-load-optim, the optimizer has done fewer steps than the run, and a checkpoint saves both numbers. The
-    weights are loaded from the masters."""
+    run loads its weights from the saved fp32 masters."""
     write_text(tmp_path)
 
     def run(save: str, count: int, more: str = "") -> tuple[list[float], Tensor, Tensor]:
@@ -243,7 +243,7 @@ def test_layout_length_and_unknown_settings() -> None:
     # The version that wrote the checkpoint `old` did not have the flag --exact-layouts.
     assert resume_equivalence(old, exact) == f"{rounding} (--exact-layouts 4, was not given)"
     assert resume_equivalence(old, run) == same
-    # In a checkpoint of another program, a missing flag is unknown.
+    # A checkpoint of another program may lack a flag, whose value is then unknown.
     for unknown in ({}, {"layout": 3, "computed_by": None}, {**old, "converted_from": "dcp", "computed_by": None}):
         assert resume_equivalence(unknown, exact) == (
             "the same training; the checkpoint does not say which software and hardware computed it"

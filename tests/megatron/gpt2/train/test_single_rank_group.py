@@ -1,5 +1,5 @@
-"""Test that one rank in a process group calls all collectives, as if there were other ranks, with gloo. The tests in
-tests/gpu/test_cuda.py do this with NCCL on a single GPU.
+"""Test that one rank in a process group calls all collectives, as if there were other ranks, with gloo.
+tests/gpu/test_cuda.py has the same test with NCCL on a single GPU.
 
 Normally, no collective is called in a group of one rank. Inside `single_rank_group` the size of the group is 1 in
 arithmetic and more than 1 in comparisons. So the program calls every collective, and the losses must be those of a run
