@@ -25,7 +25,7 @@ SHAPES = {  # {preset: (number of layers, hidden size, number of heads)}
     "4.2b": (64, 2304, 24),
     "8.3b": (72, 3072, 32),
 }
-# If the command line has one of these flags, the preset `quickstart` is not used.
+# If the command line has one of the shape flags, the preset `quickstart` is not used.
 SHAPE_KEYS = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 
 # The flags of Megatron's 345M example whose values differ from the defaults here

@@ -137,7 +137,7 @@ class ModelConfig(ConfigSection):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training uses dropout."""
+        """True if training uses dropout."""
         return self.attention_dropout > 0 or self.hidden_dropout > 0
 
     def flops_per_token(self, seq_length: int) -> int:

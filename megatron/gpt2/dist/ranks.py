@@ -186,7 +186,7 @@ class Heartbeat(threading.Thread):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether this rank has left the rendezvous."""
+        """True if this rank has left the rendezvous."""
         return self._stopped.is_set()
 
     def stop(self) -> None:

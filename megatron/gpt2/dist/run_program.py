@@ -75,9 +75,9 @@ SAVE_TIMEOUT = 600  # When a machine joins, the ranks have this number of second
 RESTART_SIGNAL = signal.SIGUSR2  # This signal asks the ranks to finish their step and save.
 # The launcher forwards these signals to its ranks, except SIGINT (Ctrl-C), which the terminal sends to the ranks.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-# Other launchers kill all ranks when the first rank exits. So that the other ranks can find the same error, a rank that
-# has printed an error exits after LAUNCHER_GRACE seconds. The other ranks exit on SIGTERM or after SILENT_GRACE
-# seconds.
+# Other launchers kill all ranks when the first rank exits. A rank that has printed an error therefore exits after
+# LAUNCHER_GRACE seconds, so that the other ranks can find the same error. The other ranks exit on SIGTERM or after
+# SILENT_GRACE seconds.
 LAUNCHER_GRACE = 2.0
 SILENT_GRACE = 10.0
 FIRST_GRACE = 0.5  # Other ranks print an error if the first rank of the machine has not printed it after this time.

@@ -263,9 +263,9 @@ def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
 def load_checkpoint(
     context: RunContext, parallel: mpu.ParallelState, state: TrainState, log: Log
 ) -> tuple[int, int, int]:
-    """Load model, optimizer and random states from the checkpoint at `context.source`. Return its iteration, consumed
-    samples and skipped samples; zeros without a checkpoint and with --finetune. Raises ValueError if the checkpoint
-    does not fit the run."""
+    """Load model, optimizer and random states from the checkpoint at `context.source`. Return the checkpoint's
+    iteration, consumed samples and skipped samples, or zeros without a checkpoint and with --finetune. Raises
+    ValueError if the checkpoint does not fit the run."""
     if context.source is None:
         return 0, 0, 0
     options = context.config.checkpoint

@@ -12,7 +12,7 @@ from megatron.gpt2.config import Config, flag_name
 from megatron.gpt2.config.arguments import SCHEDULE_KEYS
 from megatron.gpt2.device import library_versions
 
-# A change of one of these keys of the metadata makes a different training. `resume_equivalence` compares `train_iters`
+# A changed value of a training key makes a different training. `resume_equivalence` compares `train_iters`
 # in addition, because a longer run may have a different schedule.
 TRAINING_KEYS = (
     "data_fingerprint",
@@ -37,7 +37,7 @@ TRAINING_KEYS = (
     "config.optimizer.muon_extra_scale_factor",
     "config.optimizer.clip_grad",
 )
-# A change of one of these keys changes the order of sums, except under --exact-layouts.
+# A changed value of a layout key changes the order of sums, except under --exact-layouts.
 LAYOUT_KEYS = (
     "layout.tensor_model_parallel_size",
     "layout.pipeline_model_parallel_size",
@@ -46,7 +46,7 @@ LAYOUT_KEYS = (
     "config.parallel.sequence_parallel",
     "config.parallel.ddp_bucket_size",
 )
-# A change of one of these keys always changes the order of sums or the rounding.
+# A changed value of a rounding key always changes the order of sums or the rounding.
 ROUNDING_KEYS = (
     "precision",
     "config.parallel.exact_layouts",
