@@ -91,8 +91,7 @@ def python(shared_folder: Path) -> Iterator[WarmPython]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """The first test process compiles the modules that all test processes import, and the others wait. Without the
-    lock, each process would compile all modules."""
+    """The first test process compiles the modules that all test processes import, and the others wait."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     folder = Path(session.config.option.basetemp).parent

@@ -167,7 +167,7 @@ def step_times(*words: str | Path) -> Any:
 
 
 def test_errors_on_measured_rows_stay_within_their_limits(test_data: Path):
-    """The limits are a little above the errors of the committed constants, so a change of the model is noticed."""
+    """The limits are a little above the current errors."""
     for name, mean, median in (("a100_one_node", 0.012, 0.01), ("a100_many_nodes", 0.09, 0.07)):
         found = step_times(test_data / "step-times" / f"{name}.csv")
         assert found["rows"] > 70

@@ -5,8 +5,7 @@
 
 Start as many ranks on each machine as the training will have, because ranks share memory, cores and links: all measure
 at the same time. Each figure is the shortest of --rounds rounds. Constants are fitted so that relative errors are
-small: matrix products by their three sizes, other kernels by a constant and a time per byte. Collectives are measured
-at some sizes.
+small: matrix products by their three sizes, other kernels by a constant and a time per byte.
 """
 
 import dataclasses

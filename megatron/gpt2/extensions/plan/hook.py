@@ -43,7 +43,7 @@ def describe_failure(error: Exception) -> str:
 
 class MemoryPlan(Hook):
     """Prints the estimated memory of a run, and compares it with the available memory. At the start, rank 0 traces a
-    step in 0.1 to 0.4 s. An error of the estimate does not end the run, which does not need the estimate."""
+    step in 0.1 to 0.4 s. An error of the estimate does not end the run."""
 
     def __init__(self, config: Config) -> None:
         """Ignore `config`, in which the size of the vocabulary is not known yet. `expected_memory` reads

@@ -1,8 +1,7 @@
 """Process groups of any size in one process. The groups send nothing, and report each operation.
 
 The program calls torch.distributed as usual, which calls the methods of `FakeProcessGroup`. `fake_groups` makes the
-groups of one rank, for tensors without data. `order/recording.py` makes groups that give values to the tensors. torch's
-own fake backend is private, and its operations report no waits.
+groups of one rank, for tensors without data. torch's own fake backend is private, and its operations report no waits.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ CPU = dataclasses.replace(
 
 
 def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
-    """Return a rough time of a step. `quick_seconds` sorts layouts, because a trace of each layout would take too long.
+    """Return a rough time of a step.
 
     A layer takes as long as its matrix products, the bytes of its other kernels and its all-reduces. If the host needs
     longer to launch its kernels, this time counts. All stages wait for the stage that also computes the head.

@@ -5,8 +5,8 @@ with the process groups of `process_group.py` at the full world size. Every tens
 shape, a dtype and a storage, but no memory. Python code sees the device of the run ("cuda" or "cpu"), so it takes the
 same branches as in the run. A dispatch mode records operators, collectives, allocations and releases in their order.
 
-torch's FakeTensorMode would also work, but its first operator imports sympy and the compiler (1.3 s, 80 MB). Each
-training run would start 1.3 s later. For CUDA tensors, FakeTensorMode also needs a CUDA build of torch.
+torch's FakeTensorMode would also work, but its first operator imports sympy and the compiler (1.3 s, 80 MB). For CUDA
+tensors, FakeTensorMode also needs a CUDA build of torch.
 
 On a CPU the loss computes its softmax in equal blocks of rows. The trace has only the first block. `Operation.times` of
 its operators is the number of blocks. The trace leaves out torch.compile, documents within a sample, and the

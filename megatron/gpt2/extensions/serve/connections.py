@@ -21,7 +21,7 @@ class ClientConnection(H11Protocol):
 
     uvicorn's own time limit starts only after a response and stops at the client's next byte. A client that sends one
     byte and then nothing would stay connected forever. If CONNECTIONS connections are open, a new connection replaces
-    the oldest one whose client has not sent its whole request, so slow clients do not keep out other clients.
+    the oldest one whose client has not sent its whole request.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -158,7 +158,6 @@ def test_products_are_exact_in_every_precision(dtype: torch.dtype):
 
 
 def test_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """Test preflight with ranks that the program starts."""
     line = f"--data-cache-path {tmp_path}/cache --save {tmp_path}/save --train-iters 20 --nproc-per-node 2"
     flags = [*SMALL, "--train-data", str(write_text(tmp_path)), *line.split()]
     assert preflight.main([*flags, "--global-batch-size", "40000"]) == 1

@@ -235,7 +235,7 @@ def test_bad_clients_leave_it_serving(served: RunningServer, monkeypatch: pytest
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
         connection.sendall(post_request(60, b"{"))
-        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # The server closes the connection.
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         assert answer.startswith(b"HTTP/1.1 408") and b"the body took longer than 0.1 seconds" in answer
     monkeypatch.undo()
     assert served.ask(seed=1).choices[0].text == text

@@ -53,8 +53,6 @@ def generate_texts(prompts: list[str], **settings: Any) -> list[str]:
 
 
 class ServerProcess:
-    """The server in a separate process."""
-
     def __init__(self, saved: Path, *flags: str) -> None:
         self._output = saved.parent / f"server_{time.monotonic_ns()}"
         with self._output.open("w") as file:

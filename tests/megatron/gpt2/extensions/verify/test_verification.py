@@ -1,5 +1,4 @@
-"""tools/verify.py accepts correct layouts and names each planted fault. The file also tests the printed difference, the
-table, the page and errors of tools/verify.py."""
+"""tools/verify.py accepts correct layouts and names each planted fault."""
 
 from __future__ import annotations
 
