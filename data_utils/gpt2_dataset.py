@@ -8,8 +8,8 @@ same order as without a blend, with a new permutation in each of its epochs.
 
 Megatron's order (`megatron.core.datasets.gpt_dataset.GPTDataset`) allows comparisons with Megatron. The documents of
 all epochs are shuffled together and concatenated. A sample begins every seq_length tokens, and the samples are shuffled
-again. If the run needs less than 80 % of the last epoch, that epoch is shuffled separately. The order depends on the
-length of the run, and its arrays are computed at every start.
+again. If the run needs less than 80 % of the last epoch, that epoch is shuffled separately. Megatron's order depends on
+the length of the run, so the arrays of the order are computed at every start.
 """
 
 import itertools

@@ -315,8 +315,8 @@ def unigram_bits_per_byte(
 def xz_bits_per_byte(train_text: bytes, valid_text: bytes) -> float:
     """Return how many bits `xz -9` needs per byte of the validation text after it has read the training text:
     |xz(train + valid)| - |xz(train)|."""
-    # The preset's window is 64 MiB. A window as large as the text gives the same output and needs a tenth of the
-    # memory.
+    # The window of xz's preset 9 is 64 MiB. A window as large as the text gives the same output and needs a tenth of
+    # the memory.
     window = min(64 << 20, max(1 << 16, 1 << (len(train_text) + len(valid_text)).bit_length()))
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": window}]
     with ThreadPoolExecutor(2) as threads:  # lzma releases the GIL, so threads run at the same time.

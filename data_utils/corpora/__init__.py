@@ -8,7 +8,7 @@ texts of word-level benchmarks back to ordinary text.
     {"wikipedia": {"files": ["data/wikipedia/wikidump_lines.json"], "text_key": "text"}}
 
 The JSON file is $MEGATRON_CORPORA if it is set, otherwise data/corpora.json in the current folder or in this checkout.
-Paths in the file are relative to the current folder, as on the command line. `text_key` is optional.
+Paths in the JSON file are relative to the current folder, as on the command line. `text_key` is optional.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
     """Replace names of corpora by their files. Return the files of each flag, in order, and the text key: `text_key`
     if it is given, otherwise the key of the corpora.
 
-    flags: the words of each flag. A word with "/" or "." is a path and never a name.
+    flags: the words of each flag. A word with "/" or "." is always a path, not the name of a corpus.
 
     Raises FileNotFoundError, which shows the entry to write, if a corpus or its file is missing. Raises ValueError if
     two corpora have different text keys.
@@ -216,7 +216,7 @@ def _zstd(path: str | Path) -> io.BufferedReader:
 def read_documents(
     path: str, text_key: str | None, log: Log, max_bad_fraction: float = MAX_BAD_FRACTION
 ) -> Iterator[str]:
-    """Yield the documents of a file in order, except empty ones. `builtin` is the built-in corpus.
+    """Yield the documents of a file in order, except empty ones. The path `builtin` means the built-in corpus.
 
     A file with a suffix of JSON has an object per line, or is one array of objects. Any other file is one document,
     byte for byte, without the lines that are not UTF-8. Raises ValueError, which names the file and line, if more than
@@ -315,8 +315,8 @@ def read_items(content: Iterable[bytes], path: str) -> Iterator[Any]:
 
 
 def json_object(line: Any) -> dict[str, Any]:
-    """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError for
-    any other JSON value."""
+    """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError if the JSON value
+    is not an object."""
     try:
         item = json.loads(line.decode("utf-8-sig")) if isinstance(line, bytes) else line
     except RecursionError:

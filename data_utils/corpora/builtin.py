@@ -19,7 +19,7 @@ from pathlib import Path
 
 PACKAGES = ("torch", "sympy", "networkx", "numpy", "setuptools", "jinja2", "fsspec")
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-RUN = 13  # number of words, as in the decontamination of GPT-3 (arXiv:2005.14165, appendix C)
+RUN = 13  # number of words of a run, as in the decontamination of GPT-3 (arXiv:2005.14165, appendix C)
 LEAST_WORDS = 12
 PLAIN_SHARE = 0.85  # A paragraph is prose if this share of its words consists of letters and plain punctuation.
 
@@ -46,7 +46,7 @@ MARKS = tuple(
 )
 BEGINS = re.compile(r"""["'“‘(]?[A-Z]""")
 ENDS = re.compile(r"""[.!?:]["'”’)]*$""")
-# The characters that only lines of code, tables, grammars or remarks contain.
+# Only lines of code, tables, grammars or remarks contain these characters.
 FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")
 PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”’)\]]*[.,;:!?]*["'”’)\]]*$""")
 

@@ -3,8 +3,8 @@
 After a crash of the process or the machine, a file has its old or its new content, never a mixture. The system frees
 the lock of a process that dies. A checksummed JSON object ends with the sha256 of all bytes before this hash.
 Checksummed JSON has two layouts on disk. In the manifests of token files and their shards, the JSON is indented, and
-the hash covers everything before the comma of its entry. In a checkpoint's manifest, each entry is a line, and the hash
-covers everything before its value.
+the hash covers all bytes before the comma that precedes its entry. In a checkpoint's manifest, each entry is a line,
+and the hash covers all bytes before its value.
 
 The versions of all formats that this project writes to disk and reads again:
 
@@ -173,7 +173,7 @@ def try_lock(file: IO[Any]) -> bool:
 
 @contextlib.contextmanager
 def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Hold the lock file `path` during the block. If another process holds the lock, call `waiting` once, and wait.
+    """Lock the file `path` during the block. If another process holds the lock, call `waiting` once, and wait.
 
     The lock file stays: if it were removed, two processes could lock two different files of this name. Raises OSError
     if the file cannot be made.
@@ -206,7 +206,8 @@ def read_checksummed_json(path: Path) -> dict[str, Any] | None:
         if not body or end != hashlib.sha256(body).hexdigest().encode() + b'"\n}\n':
             raise ValueError("is damaged, or was not written by these tools")
         entries = parse_json_object(data)
-        json.dumps(entries, ensure_ascii=False).encode()  # fails for "\\ud800", which is valid JSON but not valid text
+        # The encoding fails for "\\ud800", which is valid JSON but not valid text.
+        json.dumps(entries, ensure_ascii=False).encode()
         del entries["sha256"]
         return entries
 
@@ -231,8 +232,8 @@ def verify_checksum(data: bytes) -> str:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError for other data and if an object has a key twice (Python's parser would silently
-    take the last value), and RecursionError if objects are nested too deeply."""
+    """Parse JSON. Raises ValueError if the data is not JSON or if an object has a key twice (Python's parser would
+    silently take the last value), and RecursionError if objects are nested too deeply."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -318,7 +319,7 @@ def read_safetensors_header(stream: BinaryIO, max_bytes: int) -> dict[str, Any]:
 
 class HashingWriter:
     """Writes to a binary file and hashes the bytes, so that the file need not be read again. `chunk` writes the last
-    block, so call it before the file is closed."""
+    block, so call `chunk` before the file is closed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._sha256, self._block, self._written = file, hashlib.sha256(), bytearray(), 0

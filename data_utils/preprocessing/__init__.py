@@ -84,7 +84,7 @@ class PreprocessingJob:
                 raise ValueError(f"--output-prefix {self.output_prefix} is inside the input folder {name}")
 
     def output(self, key: str) -> str:
-        """Return the prefix of a key's pair of files, with Megatron's name."""
+        """Return the prefix of a key's pair of files, which has the form of Megatron's prefixes."""
         return f"{self.output_prefix}_{key}_document"
 
     @property
@@ -141,7 +141,7 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
 
 def _existing_manifests(job: PreprocessingJob, shards: Sequence[Shard]) -> dict[str, Manifest] | None:
     """Return the manifests if all outputs exist and have the input and settings of `job`. Raises ValueError if a pair
-    was made differently."""
+    was made from other input or with other settings."""
     existing = [key for key in job.keys if os.path.exists(f"{job.output(key)}.idx")]
     if not existing:
         return None
@@ -222,7 +222,8 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard) -> Manifest:
                     if text:
                         _add_document(pair, text, tokenizer, eod)
             lines.append(number)
-            if part.kind == "text":  # Count bad lines, although a plain text file is one document.
+            # A plain text file is one document, but the share of bad lines needs the number of its usable lines.
+            if part.kind == "text":
                 usable += number - 1 - (len(bad) - bad_before)
         if [os.stat(part.path).st_mtime_ns for part in shard] != before:
             raise ValueError(f"{shard[0].path} changed while it was read: start again")

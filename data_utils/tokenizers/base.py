@@ -210,7 +210,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint, {MODEL_FILE: model})
 
     def _bytes_of(self, index: int) -> bytes:
-        """Return the bytes of the token `index`. Raises ValueError if the model names a byte token wrongly."""
+        """Return the bytes of the token `index`. Raises ValueError if the name of a byte token is malformed."""
         piece: str = self._model.id_to_piece(index)
         if self._model.is_byte(index):
             return bytes([int(piece[3:5], 16)])

@@ -71,8 +71,8 @@ def find_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] 
 
 
 class Gigatoken:
-    """An encoder that calls gigatoken: valid UTF-8 -> ranks, uint32 [tokens]. It returns None if tiktoken's ranks may
-    differ.
+    """An encoder that calls gigatoken: valid UTF-8 -> ranks, uint32 [tokens]. A call returns None if tiktoken might
+    give different ranks.
 
     ranked: the tokens in the order of training.
     """
@@ -160,8 +160,8 @@ class BytePairTokenizer(Tokenizer):
 
 
 def _split_whitespace_runs(text: str) -> Iterator[str]:
-    """Split long runs of whitespace in `text`. A run is split at multiples of a power of two from its start, and its
-    last part is never empty, so that a run of one repeated character has the same ids as without a split."""
+    """Split long runs of whitespace in `text`. Each cut is at a multiple of MAX_WHITESPACE_RUN, a power of two, from
+    the start of its run. Therefore a run of one repeated character has the same ids as without cuts."""
     start = 0
     while found := LONG_WHITESPACE.search(text, start):
         yield text[start : found.start() + MAX_WHITESPACE_RUN]

@@ -51,7 +51,7 @@ class Target:
 
 
 class Input:
-    """A valid input for a target, in `folder`, and inputs with changes."""
+    """Makes a valid input for a target in `folder`, and changed inputs from the valid one."""
 
     def __init__(self, target: Target, folder: Path) -> None:
         self.target, self.folder = target, folder

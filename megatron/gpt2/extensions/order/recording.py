@@ -182,7 +182,8 @@ class CallRecorder(TorchDispatchMode):
     def __init__(self, own: RankRecord, earlier: Sequence[RankRecord]) -> None:
         super().__init__()
         self.own, self._earlier, self._batch = own, earlier, 0
-        self._counts: Counter[Any] = Counter()  # number of groups by ranks, of calls by channel, and of batches
+        # the number of groups for each set of ranks, of calls for each channel, and of batches
+        self._counts: Counter[Any] = Counter()
         # the ranks and the backend of the group that the program is making
         self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""
         # For each call without a wait: its tensors, whose memory must not be reused, and the ranges of their memory.
@@ -239,9 +240,9 @@ class CallRecorder(TorchDispatchMode):
             pair = (rank, arguments[1]) if name == "send" else (arguments[1], rank)
             members, key = tuple(ranks[member] for member in pair), ("message", arguments[2])
             written, read = ([], first) if name == "send" else (first, [])
-        elif name in ("gather", "scatter"):  # Non-root ranks have only one list.
+        elif name in ("gather", "scatter"):  # Ranks other than the root give only one list of tensors.
             compared = read if name == "gather" else written
-        elif name == "all_to_all" and any(arguments[2:4]):  # The parts have different sizes.
+        elif name == "all_to_all" and any(arguments[2:4]):  # The parts of the tensors have different sizes.
             compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]

@@ -145,7 +145,7 @@ def word_ngrams(text: str) -> Iterator[tuple[str, ...]]:
 @functools.lru_cache(1)  # cached, because a process works on many inputs
 def evaluation_ngrams(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[str, ...]], int]:
     """Return all runs of 13 words in the evaluation texts at `paths`, and the number of texts that are shorter than a
-    run. Raises ValueError if there are no runs, or for a line without text under `text_key`."""
+    run. Raises ValueError if no text has 13 words, or if a line has no text under `text_key`."""
     reading = StepRun(argparse.Namespace(text_key=text_key), StepInput("evaluation", paths))
     runs: set[tuple[str, ...]] = set()
     too_short = 0

@@ -80,8 +80,9 @@ def sketch(text: str) -> np.ndarray:
 
 
 def band_keys(sketched: np.ndarray) -> np.ndarray:
-    """Hash each band of r = t / b values, uint64 [d, t] -> [d, b]. Documents with an equal hash are candidates. With b
-    = 20 and r = 5, a pair with J = 0.8 is found with probability 1 - (1 - 0.8^5)^20 = 0.9996."""
+    """Hash each of the b bands of t / b sketch values, uint64 [d, t] -> [d, b] for d documents. Documents with an equal
+    hash are candidates. With 20 bands of 5 values, a pair with a Jaccard index of 0.8 is found with probability 1 - (1
+    - 0.8^5)^20 = 0.9996."""
     bands = sketched.reshape(len(sketched), BANDS, -1)  # [d, t] -> [d, b, r]
     keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
     for values in np.moveaxis(bands, 2, 0):  # r iterations over [d, b]

@@ -8,8 +8,8 @@ the numbers of entries: read, kept, and dropped, by reason and with samples. An 
 the present files, parameters and outputs (`data_utils.shards`). Manifests contain no times and no folders, so equal
 input gives equal bytes.
 
-A document is a dictionary whose "text" is a string that is not empty; its name is "url" or "id". A JSON file contains
-one document per line, a .txt file is one document. Files of both kinds may be compressed.
+A document is a dictionary whose "text" is a string that is not empty. Reports name a document by its "url" or "id". A
+JSON file contains one document per line, a .txt file is one document. Files of both kinds may be compressed.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     if text_key != "text":
         document["text"] = document.pop(text_key)
     if b"\\ud" in content.lower():
-        # Encoding fails for a lone surrogate. Only an escape such as \ud800 can produce one.
+        # Encoding fails for a lone surrogate. Only an escape such as \ud800 can produce a lone surrogate.
         json_line({**document, "text": text})
     return document
 
