@@ -69,7 +69,7 @@ class GPT2Dataset:
         self._windows = np.lib.stride_tricks.as_strided(
             readable, (num_windows, seq_length + 1), (seq_length * step, step), writeable=False
         )
-        self._rest = readable[num_windows * seq_length :]  # The rest is one token, or the incomplete last window.
+        self._rest = readable[num_windows * seq_length :]  # `_rest` is the last token, or the incomplete last window.
         self._len = num_windows + (not training and len(self._rest) > 1)
 
     def __len__(self) -> int:
@@ -161,8 +161,8 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
 class BlendedDataset:
     """Mixes several datasets in an order that depends on `seed`. A loader does not shuffle the blend again.
 
-    A training blend has no end. For evaluation no component is shuffled, and the blend ends before a component would
-    repeat.
+    A training blend repeats its components without end. For evaluation no component is shuffled, and the blend ends
+    before a component would repeat.
 
     counts: int64 [components], from `block_counts`.
     """

@@ -298,7 +298,7 @@ class IndexedDataset(TokenFile):
 class RawTokenFile(TokenFile):
     """A file of nanoGPT or llm.c. Each document ends with `eod`; tokens after the last EOD are one more document.
 
-    Raises ValueError if the file has neither format.
+    Raises ValueError if the file has neither the format of nanoGPT nor that of llm.c.
     """
 
     def __init__(self, prefix: str | Path, eod: int) -> None:

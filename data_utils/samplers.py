@@ -33,7 +33,7 @@ Order = Callable[[np.ndarray], np.ndarray]
 
 
 class SampleDataset(Protocol):
-    """The interface of datasets for a loader."""
+    """The interface of a dataset that a BatchLoader reads."""
 
     seq_length: int
 

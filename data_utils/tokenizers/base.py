@@ -39,7 +39,7 @@ def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
     """Split `text` into parts of `limit` to 2 · `limit` characters, so that a huge text needs no list of all its ids.
 
     A part ends before a single space between two other characters. Every tokenizer starts a new token at such a space,
-    so that the parts have the ids of the whole text. If there is no such space, a part has 2 · `limit` characters.
+    so that the parts have the ids of the whole text. A part without a single space has 2 · `limit` characters.
     """
     start = 0
     while len(text) - start > 2 * limit:

@@ -321,7 +321,7 @@ def test_samples_equal_megatron_core(
     for number, row in enumerate(found.tolist()):
         sample = expected[0][number]
         assert row == [*sample["tokens"].tolist(), int(sample["labels"][-1])]
-    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # Compare the numbers of tokens.
+    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # Compare the number of tokens in each split.
         if held_out:
             lengths = their.dataset.sequence_lengths[their.indices]
             assert getattr(ours, name).num_tokens == lengths.sum() > 0

@@ -220,7 +220,7 @@ def test_a_damaged_entry_is_made_again(cache: Cache) -> None:
         found.write_bytes(found.read_bytes()[:-1])
         # If only the recorded hash is damaged, the text is hashed again, but not tokenised.
         assert cache.read(path) == "some text" and cache.times == times
-    found.write_bytes(found.read_bytes()[::-1])  # The size does not change.
+    found.write_bytes(found.read_bytes()[::-1])  # The damage does not change the size of the file.
     assert cache.read(path) == "some text" and ".bin is not as it was written" in " ".join(cache.said)
     os.utime(found)  # After a new mtime, the file is hashed again, but the text is not tokenised.
     assert cache.read(path) == "some text" and cache.times == 5

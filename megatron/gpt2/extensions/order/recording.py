@@ -1,8 +1,8 @@
 """Record the communication of one rank of a program, in one process and without the other ranks.
 
-Inside `record`, torch.distributed has a process group of the whole world that sends nothing. The group records each
-collective, each send and receive, and each wait. A dispatch mode watches the memory of messages that are being sent or
-received: an operator must not read what is still received, nor write to what is still sent or received.
+Inside `record`, torch.distributed has a process group of the whole world that sends nothing. The process group records
+each collective, send, receive and wait. A dispatch mode watches the memory of messages that are being sent or received:
+an operator must not read what is still received, nor write to what is still sent or received.
 
 The program needs values to continue. A received tensor is filled with zeros. The result of a small collective is the
 data of the first rank of its group, and the result of a large collective is the rank's own data. Small results are
@@ -194,14 +194,14 @@ class CallRecorder(TorchDispatchMode):
         return False  # True would import torch's compiler and slow down each operator.
 
     def make_group(self, store: Any, rank: int, size: int, timeout: Any) -> RecordedGroup:
-        """Make a group when torch asks its backend for one."""
+        """Make the process group that torch requests from this backend."""
         ranks, backend = self._wanted
         return RecordedGroup(self, ranks[rank], ranks, self._count(tuple(ranks)), backend)
 
     def new_group(
         self, real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
     ) -> Any:
-        """Replace torch's function that makes groups. All ranks must make all groups in the same order."""
+        """Replace torch's function that makes process groups. All ranks must make all groups in the same order."""
         everyone = range(self.own.world_size)
         members = sorted(everyone if ranks is None else ranks)
         arguments = f"ranks {members}" + (f", backend {backend}" if backend else "")

@@ -1,4 +1,4 @@
-"""Run one step on one input. Its outputs and its manifest are written completely or not at all.
+"""Run one step on one input. The outputs and the manifest of the step are written completely or not at all.
 
     <output>/<name>.jsonl             written by the step, and renamed when it is complete and on the disk
     <output>/manifests/<input>.json   origin of the outputs, written last; outputs without a manifest are ignored

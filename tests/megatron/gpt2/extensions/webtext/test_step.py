@@ -83,7 +83,7 @@ def test_complete_inputs_are_skipped(three: ThreeInputs):
     three.run()
     whole = three.bytes()
     assert reran() == ""
-    (three.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # The size does not change.
+    (three.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # The damage keeps the size.
     assert reran() == "b" and three.bytes() == whole
     (three.output / "manifests/c.json").unlink()  # A kill between the output and its manifest gives this state.
     (three.output / ".a.jsonl.tmp").write_bytes(b"killed within")
