@@ -216,7 +216,7 @@ def _zstd(path: str | Path) -> io.BufferedReader:
 def read_documents(
     path: str, text_key: str | None, log: Log, max_bad_fraction: float = MAX_BAD_FRACTION
 ) -> Iterator[str]:
-    """Yield the documents of a file in order, except empty ones. The path `builtin` means the built-in corpus.
+    """Yield the documents of a file that are not empty, in order. The path `builtin` means the built-in corpus.
 
     A file with a suffix of JSON has an object per line, or is one array of objects. Any other file is one document,
     byte for byte, without the lines that are not UTF-8. Raises ValueError, which names the file and line, if more than

@@ -44,8 +44,8 @@ NEW_LETTER_BYTES = {
     b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
     b"\xf0": re.compile(rb"\xf0(?!\x9f)"),
 }
-# gigatoken caches every distinct word, about 100 bytes each, without a limit. The encoder is recreated after it has
-# read this number of bytes of text.
+# gigatoken caches every distinct word, about 100 bytes each, without a limit. The encoder is recreated after
+# CACHE_LIMIT_BYTES bytes of text.
 CACHE_LIMIT_BYTES = 1 << 29
 
 

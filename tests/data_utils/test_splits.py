@@ -203,7 +203,7 @@ def test_key_depends_on_files_order_and_field(cache: Cache) -> None:
         ([b], "title", "TT", 3),
         ([b, a], None, "BBA", 4),
         ([a, b], None, "ABB", 5),
-        ([b, c], None, "BBC", 6),  # The default field differs between the files.
+        ([b, c], None, "BBC", 6),  # The files have different default fields.
         ([b, c], "sentence", "BBc", 7),
         ([a], "title", "A", 7),  # --text-key does not apply to plain text.
         ([b], "sentence", "BB", 7),

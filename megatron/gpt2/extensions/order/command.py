@@ -128,7 +128,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[RankRecord]:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for owner, name, replacement in (
             (devices, "_measure_gemm_flops", lambda *_: 1.0),  # Measuring the speed of matrix products takes 0.3 s.
-            (RunLog, "_write", lambda *_: ""),  # The report and the plot are not written.
+            (RunLog, "_write", lambda *_: ""),  # The recorded run writes neither report nor plot.
             (hooks, "MEMORY_PLAN", "absent:absent"),  # The memory plan would trace a step in other process groups.
             (evaluate, "SAMPLING", dataclasses.replace(evaluate.SAMPLING, max_new_tokens=NEW_TOKENS)),
         ):

@@ -4,14 +4,13 @@
 is complete. A channel is a group of ranks, or the messages from one rank to another. Its calls are numbered. A call is
 complete when each member has started the call with this number.
 
-    nccl the calls of a rank start one after the other, even those of different groups: NCCL demands the same order of
-           all communicators, because a call occupies the device until its peers come. The sends and receives of a batch
-           start together. Tags are ignored.
-    gloo   the calls of a group start one after the other. Sends and receives start at once, and a send is complete when
-           the receiver has started its receive, as if nothing was buffered.
+With NCCL, the calls of a rank start one after the other, even those of different groups, because a call occupies the
+device until the other ranks start the same call. The sends and receives of a batch start together. NCCL has no tags.
+With gloo, only the calls of one group start one after the other. Sends and receives start at once. A send counts as
+complete when the receiver has started its receive, because gloo may not buffer the message.
 
-A complete call only allows more calls to start, and each call can match only one call of each other rank. Therefore the
-state at the end does not depend on the order in which the calls happen in time, and one playback covers all orders.
+A complete call only allows more calls to start, and each call can match only one call of each other rank. Therefore one
+playback covers all orders in which the calls may happen in time.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Playback:
 
     def _issue(self, rank: int, call: RecordedCall) -> None:
         is_nccl = "nccl" in (call.backend or self._backend)
-        channel = call.channel[:4] if is_nccl else call.channel  # NCCL has no tags, so the tag is left out.
+        channel = call.channel[:4] if is_nccl else call.channel  # NCCL ignores the tag.
         self._meeting[call] = *channel, self._counts[rank][channel]
         self._counts[rank][channel] += 1
         queue = self._queues[rank]["nccl" if is_nccl else call if "message" in channel else channel]

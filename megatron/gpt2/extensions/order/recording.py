@@ -263,7 +263,8 @@ class CallRecorder(TorchDispatchMode):
         """
         key = call.channel, self._count(call.channel)
         given = torch.cat([x.detach().reshape(-1) for x in read]) if read else torch.zeros(1)
-        for x in results:  # The result is the input, a part of it, or the input once for each rank.
+        # Fill a result with the input of the call, a part of the input, or the input once for each rank.
+        for x in results:
             if not any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for y in read) and len(given):
                 x.copy_(given.repeat(-(-x.numel() // len(given)))[: x.numel()].view(x.shape))
         if call.name == "recv" or any(x.numel() > KEPT and x.dtype != torch.uint8 for x in results):
