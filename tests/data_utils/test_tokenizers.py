@@ -180,9 +180,8 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 def test_a_missing_sentencepiece_model_is_trained_once(tmp_path: Path) -> None:
     model, said = str(tmp_path / "sp.model"), list[str]()
     text = write(tmp_path / "a.txt", " ".join(builtin_documents()[:40]))
-    given: dict[str, Any] = {"train_data": [text], "text_key": None, "vocab_size": 500, "log": said.append}
     for _ in range(2):
-        data_utils.ensure_sentencepiece_model(model, **given)
+        data_utils.ensure_sentencepiece_model(model, train_data=[text], text_key=None, vocab_size=500, log=said.append)
     assert len(said) == 1 and "500 pieces" in said[0]
     assert build_tokenizer("SentencePieceTokenizer", model_file=model).vocab_size == 500
 
