@@ -46,7 +46,7 @@ LENGTH_KEYS = ("train.train_iters", "train.train_samples", "train.train_tokens",
 WARMUP_KEYS = ("optimizer.lr_warmup_fraction", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
 DECAY_KEYS = ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
 SCHEDULER_KEYS = ("optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
-# A loaded checkpoint decides shape and tokenizer of the model. A flag with a different value is an error.
+# A loaded checkpoint decides shape and tokenizer of the model. A flag that contradicts the checkpoint is an error.
 CHECKPOINT_KEYS = (
     *SHAPE_KEYS,
     "model.ffn_hidden_size",

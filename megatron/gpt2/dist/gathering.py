@@ -1,4 +1,4 @@
-"""Collectives for small values. All ranks of a group must call a function of this module together."""
+"""Collectives for small values. All ranks of a group must call each function of this module."""
 
 from collections.abc import Iterable
 

@@ -47,7 +47,7 @@ class MissingRanksError(ValueError):
     is_first_on_node: whether this rank must print the error, because all lower ranks of its machine are missing.
     """
 
-    cause = "missing ranks"  # The incident log names the error so.
+    cause = "missing ranks"  # The cause of this error in the incident log.
     exit_code = 2
     is_first_on_node = False
 
@@ -137,7 +137,8 @@ class Heartbeat(threading.Thread):
         # count as lost.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
-        # This process was suspended. Other ranks may have been suspended, too, so their silence does not count.
+        # After so long a time without a read, this process was suspended. Other ranks may have been suspended, too, so
+        # their silence does not count.
         if time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2:
             self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()
@@ -152,7 +153,7 @@ class Heartbeat(threading.Thread):
         now = time.monotonic()
         if not self.store_answers(seconds):
             return {0: now - self._waiting_since}
-        # This process was suspended and has read no new heartbeats, so it cannot say which ranks are lost.
+        # Without a recent read of the heartbeats, this process was suspended and cannot say which ranks are lost.
         if now - self._last_read > 2 * HEARTBEAT_INTERVAL:
             return {}
         heard = list(self._last_beats.items())
