@@ -181,7 +181,7 @@ def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
             code = main()
             sys.stdout.flush()  # Flush before Python exits, so that `main` can still catch a broken pipe.
         except BrokenPipeError:
-            # At its end, the interpreter flushes standard output once more, which would fail on the broken pipe.
+            # When the interpreter exits, it flushes standard output again, which would fail on the broken pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 141
         except (ValueError, OSError) as error:

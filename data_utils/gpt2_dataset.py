@@ -216,7 +216,7 @@ def megatron_split_borders(documents: int, shares: Sequence[Fraction]) -> list[i
 
 
 class MegatronOrderDataset:
-    """The samples of a training split in Megatron's order. A loader does not shuffle them again.
+    """The samples of a training split in Megatron's order. A loader does not shuffle these samples again.
 
     dataset: the training split.
     document_starts: int64 [documents + 1], the index in `dataset.tokens` at which each document begins, and then the

@@ -117,8 +117,8 @@ class SampleOrder:
 class BatchSchedule:
     """The global batch size of each step.
 
-    milestones: pairs (consumed samples, batch size), in ascending order. After a pair's number of consumed samples,
-        steps take its batch size. The first pair begins at 0 samples.
+    milestones: pairs (consumed samples, batch size), in ascending order. A pair's batch size applies to steps that
+        begin after at least the pair's number of consumed samples. The first pair begins at 0 samples.
     """
 
     milestones: tuple[tuple[int, int], ...]

@@ -28,8 +28,8 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
 
     path: the path of the manifest.
     expected: the entries of the manifest that describe the input and the parameters.
-    write: a function that writes the outputs into `folder` and returns the other entries of the manifest. Its entry
-        "outputs" has the chunk hashes of each file.
+    write: a function that writes the outputs into `folder` and returns the other entries of the manifest. The entry
+        "outputs" has the chunk hashes of each output file.
     """
     expected = json.loads(json.dumps(expected))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -60,7 +60,7 @@ def tokenise(
 ) -> tuple[IndexedDataset, str]:
     """Return the tokens of the documents of `paths`, in order and each with an EOD at its end, and the key of the pair.
 
-    The first process tokenises the files into the cache, and all others read the cache. Errors name a file or
+    The first process tokenises the files into the cache, and all other processes read the cache. Errors name a file or
     --data-cache-path.
     """
     folder = Path(cache_path) if cache_path else user_cache_dir() / "data"

@@ -32,9 +32,10 @@ BUILTIN = "builtin"
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_SUFFIX = ".txt"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-MANIFESTS = "manifests"  # A step of tools/openwebtext/ writes its manifests into this folder of its output.
+MANIFESTS = "manifests"  # Steps of tools/openwebtext/ write manifests into a folder of this name in the output.
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # pzstd writes these bytes after a first byte of 0x50 to 0x5f.
+# A frame without data, which pzstd writes, has a byte from 0x50 to 0x5f and then these bytes.
+ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
 BUFFER_BYTES = 1 << 18
 BOM = b"\xef\xbb\xbf"
 

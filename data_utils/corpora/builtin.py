@@ -21,7 +21,7 @@ PACKAGES = ("torch", "sympy", "networkx", "numpy", "setuptools", "jinja2", "fssp
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 RUN = 13  # number of words of a run, as in the decontamination of GPT-3 (arXiv:2005.14165, appendix C)
 LEAST_WORDS = 12
-PLAIN_SHARE = 0.85  # A paragraph is prose if this share of its words consists of letters and plain punctuation.
+PLAIN_SHARE = 0.85  # the least share of words in prose that consist of letters and plain punctuation
 
 # The pattern matches every string and comment of a source, so that no match begins inside a string or a comment. The
 # named groups are long strings at the beginning of a line: docstrings, and texts for users.

@@ -38,8 +38,8 @@ TRAINING_CHARACTERS = 100_000_000  # about the most characters on which a Senten
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
     """Split `text` into parts of `limit` to 2 · `limit` characters, so that a huge text needs no list of all its ids.
 
-    A part ends before a single space between two other characters. Every tokenizer starts a new token at such a space,
-    so that the parts have the ids of the whole text. A part without a single space has 2 · `limit` characters.
+    A part ends before a single space between two other characters. Every tokenizer starts a new token at a single
+    space, so that the parts have the ids of the whole text. A part without a single space has 2 · `limit` characters.
     """
     start = 0
     while len(text) - start > 2 * limit:
@@ -268,7 +268,7 @@ def ensure_sentencepiece_model(
     log: Log,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> None:
-    """Train `model_file` on the files in `train_data`, or on the built-in corpus, if it is missing. One process trains,
+    """If `model_file` is missing, train it on the files in `train_data`, or on the built-in corpus. One process trains,
     and other processes wait. A ValueError or FileNotFoundError names the flag."""
     if Path(model_file).exists():
         return

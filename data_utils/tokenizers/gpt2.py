@@ -199,9 +199,8 @@ def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
 def gpt2_tokenizer(
     vocab_data: bytes, merge_data: bytes, vocab_name: str = "--vocab-file", merge_name: str = "--merge-file"
 ) -> BytePairTokenizer:
-    """Make GPT-2's BPE, or another in its format, from the contents of two files: JSON of token to id, and the merges
-    in order. `vocab_name` and `merge_name` name the files in errors. Raises ValueError if a file has a different
-    format."""
+    """Make a BPE in GPT-2's format from the contents of two files: JSON of token to id, and the merges in order.
+    `vocab_name` and `merge_name` name the files in errors. Raises ValueError if a file has a different format."""
     with wrap_errors(vocab_name):
         vocabulary: dict[str, int] = parse_json_object(vocab_data)
         if sorted(vocabulary.values()) != list(range(len(vocabulary))) or END_OF_TEXT not in vocabulary:

@@ -54,8 +54,7 @@ from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.trainer import build_trainer
 
-# The recorded run does without these flags: they decide lengths, name the user's files, or write output in addition to
-# the log.
+# The recorded run ignores these flags: they set lengths, name the user's files, or write output in addition to the log.
 LEFT_OUT = (
     *(*LENGTH_KEYS, *WARMUP_KEYS, *DECAY_KEYS),
     *"model.ffn_hidden_size model.vocab_size checkpoint.finetune checkpoint.local_checkpoint_dir".split(),

@@ -2,7 +2,7 @@
 
 `Playback` repeats the calls of all ranks together. A rank issues its calls in order, and stops at a wait until the call
 is complete. A channel is a group of ranks, or the messages from one rank to another. Its calls are numbered. A call is
-complete when each member has started the call with this number.
+complete when each member of its channel has started the call with the same number.
 
 With NCCL, the calls of a rank start one after the other, even those of different groups, because a call occupies the
 device until the other ranks start the same call. The sends and receives of a batch start together. NCCL has no tags.

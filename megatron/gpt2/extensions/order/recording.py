@@ -161,7 +161,7 @@ class RecordedWork(dist.Work):
 class RecordedGroup(process_group.FakeProcessGroup):
     """A process group that records its calls.
 
-    number: its number among the groups of the same ranks.
+    number: the group's number among the groups of the same ranks.
     """
 
     def __init__(self, recorder: CallRecorder, rank: int, ranks: Sequence[int], number: int, backend: str) -> None:

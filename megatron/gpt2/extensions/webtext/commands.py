@@ -114,7 +114,7 @@ def find_duplicates(argv: Argv = None) -> None:
     manifests = run_step(WebtextStep(near_duplicates.write_signatures, sign_args), sources)
     if not manifests:
         return
-    sources = sources[: len(manifests)]  # With --limit, only these inputs were read.
+    sources = sources[: len(manifests)]  # With --limit, only the first inputs were read.
     args.shards = [
         {"name": manifest["input"]["name"], "documents": manifest["left"], "sha256": manifest["input"]["sha256"]}
         for manifest in manifests

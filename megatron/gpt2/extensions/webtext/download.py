@@ -47,7 +47,7 @@ class Page:
 
     url: str  # the URL after redirects
     body: bytes
-    charset: str | None  # as the server states it
+    charset: str | None  # the encoding that the server states
 
 
 def http_session() -> aiohttp.ClientSession:

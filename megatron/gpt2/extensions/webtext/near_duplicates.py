@@ -61,9 +61,9 @@ def shingle_hashes(text: str) -> np.ndarray:
 
 
 def sketch(text: str) -> np.ndarray:
-    """Return the sketch of a text, uint64 [t]. In each round, an empty bin takes its minimum hash. In the first t
-    rounds, the upper bits of a hash select its bin. In round t + i, all hashes fall into bin i, so that no bin stays
-    empty."""
+    """Return the sketch of a text, uint64 [t]. In each round, an empty bin takes the minimum of the hashes that fall
+    into it. In the first t rounds, the upper bits of a hash select its bin. In round t + i, all hashes fall into bin i,
+    so that no bin stays empty."""
     hashes = shingle_hashes(text)
     filled = np.full(VALUES, EMPTY)
     for index in range(2 * VALUES):

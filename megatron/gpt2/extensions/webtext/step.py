@@ -9,7 +9,7 @@ the present files, parameters and outputs (`data_utils.shards`). Manifests conta
 input gives equal bytes.
 
 A document is a dictionary whose "text" is a string that is not empty. Reports name a document by its "url" or "id". A
-JSON file contains one document per line, a .txt file is one document. Files of both kinds may be compressed.
+JSON file contains one document per line, a .txt file is one document. JSON and .txt files may be compressed.
 """
 
 import argparse
