@@ -38,7 +38,7 @@ def needs(*libraries: str, extra: str) -> pytest.MarkDecorator:
 
 
 def error_line(call: Callable[[], object]) -> str:
-    """Return the error of a user that `call` raises, which must be one line."""
+    """Return the text of the ValueError or OSError that `call` raises, which must be one line."""
     with pytest.raises((ValueError, OSError)) as error:
         call()
     assert "\n" not in str(error.value)
@@ -46,7 +46,7 @@ def error_line(call: Callable[[], object]) -> str:
 
 
 def tool(name: str) -> ModuleType:
-    """Import the program behind tools/`name`.py."""
+    """Import the module `name` of megatron.gpt2.commands, which tools/`name`.py starts."""
     return importlib.import_module(f"megatron.gpt2.commands.{name}")
 
 

@@ -90,7 +90,7 @@ def imports(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    """Return the tree of a file, which the rules share and must not change."""
+    """Return the syntax tree of a file. The tests share the tree and must not change it."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -108,8 +108,8 @@ TRITON = ROOT / "mpu" / "kernels" / "in_triton.py"
 
 
 def test_packages_import_only_their_allowed_packages() -> None:
-    """`data_utils` needs no torch: a rank is a plain integer there. `mpu` needs only torch, and numpy for dropout,
-    because torch has no counter-based generator for a CPU."""
+    """`data_utils` needs no torch, because a rank is a plain integer there. `mpu` needs only torch, and numpy for
+    dropout, because torch has no counter-based generator for a CPU."""
     for path in (path for package in PACKAGES for path in sources(package)):
         package = path.relative_to(ROOT).parts[0]
         if package == "mpu":
@@ -247,7 +247,8 @@ def test_no_pickle() -> None:
 
 
 def test_entry_points_only_open_a_program() -> None:
-    """`tasks/` has only main.py, a name that Megatron v1 and v2 had."""
+    """Each entry point only calls `run` with the name of a program. `tasks/` has only main.py, for command lines of
+    Megatron v1 and v2."""
     assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]
     for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
         if path.name == "checkout.py":  # Other files of its folder import `run` from checkout.py.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw how a checkpoint is committed, and how another layout reads it:
+"""Draw how a checkpoint is committed, and how a run in a different layout reads it.
 
 python docs/figures/draw_checkpoint.py > docs/figures/checkpoint.svg
 """
@@ -21,7 +21,7 @@ ROW, BELOW = 36, 250  # height of two drawn rows of the tensor, and top of the l
 
 
 def part(x: float, y: float, height: float, words: str, color: str, fill: str = PAPER) -> list[str]:
-    """Draw rows of a tensor, with a text in the middle."""
+    """Draw a rectangle for some rows of a tensor, with a text in its middle."""
     return [
         f'<rect x="{x:g}" y="{y:g}" width="210" height="{height:g}" fill="{fill}" stroke="{color}" '
         'stroke-width="1.6"/>',

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw how a transformer layer is split over two ranks, and where the ranks communicate:
+"""Draw how a transformer layer is split over two ranks, and where the ranks communicate.
 
 python docs/figures/draw_layer.py > docs/figures/layer.svg
 """
@@ -9,18 +9,18 @@ from __future__ import annotations
 from drawing import GREY, INK, RANKS, WHOLE, arrow, box, picture, text
 
 WIDTH, HEIGHT = 1090, 350
-LANES = (92, 212)  # tops of the two ranks' lanes
-LANE = 84  # height of a lane's boxes
-BRANCH = 506  # width of half a layer
+LANES = (92, 212)  # y of the row of boxes of rank 0 and of rank 1
+LANE = 84  # height of the boxes in a row
+BRANCH = 506  # width of attention, and of the MLP
 
 
 def whole(x: float, width: float, lines: list[str]) -> list[str]:
-    """Draw a box over both lanes: a computation that every rank repeats."""
+    """Draw one box over the rows of both ranks, for a computation that every rank repeats."""
     return box(x, LANES[0], width, LANES[1] + LANE - LANES[0], lines, edge=GREY, fill=WHOLE)
 
 
 def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
-    """Draw a box in each lane: a computation with the rank's part of the weights."""
+    """Draw one box in the row of each rank, for a computation with this rank's part of the weights."""
     return [
         line
         for top, edge, lines in zip(LANES, RANKS, of_rank, strict=True)
@@ -29,8 +29,8 @@ def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
 
 
 def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
-    """Draw the bar of *f* or *g* over both lanes, with its forward communication above and its backward communication
-    below."""
+    """Draw *f* or *g* as a bar over the rows of both ranks. Its communication in forward is written above the bar, that
+    in backward below."""
     top, bottom = LANES[0] - 6, LANES[1] + LANE + 6
     return [
         f'<rect x="{x - 11:g}" y="{top}" width="22" height="{bottom - top}" rx="11" fill="{INK}"/>',
@@ -44,7 +44,7 @@ def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
 
 
 def branch(x: float, first: list[str], second: list[str]) -> list[str]:
-    """Draw x + g(row-parallel(column-parallel(f(norm(x))))), `BRANCH` wide. Both ranks have the same boxes."""
+    """Draw x + g(row-parallel(column-parallel(f(norm(x))))) for both ranks: attention or the MLP."""
     middle = (LANES[0] + LANES[1] + LANE) / 2
     parts = [
         f'<path d="M{x - 14:g} {middle:g} H{x + 452:g}" stroke="{GREY}" stroke-width="1.4" '

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw one training step: what a rank computes, and what the two groups of ranks send meanwhile:
+"""Draw one training step: what a rank computes, and what its two process groups send at the same time.
 
 python docs/figures/draw_step.py > docs/figures/step.svg
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 from drawing import GREY, INK, RANKS, WHOLE, arrow, box, line, picture, text
 
 WIDTH, HEIGHT = 1230, 430
-TOP, HIGH = 92, 90  # top and height of the boxes of computations
-MODEL, DATA, SENT = 222, 322, 72  # tops of the lanes of messages, and their height
+TOP, HIGH = 92, 90  # y and height of the boxes of computations
+MODEL, DATA, SENT = 222, 322, 72  # y of the boxes of messages of each process group, and their height
 
-# Left edge, width and words of the box of each computation of a rank.
+# (x, width, text) of the box of each computation of a rank
 COMPUTED = [
     (120, 112, ["batch", "tokens", "[samples, s + 1]"]),
     (256, 168, ["forward", "embedding, l layers,", "head and loss", "in chunks of tokens"]),
@@ -26,18 +26,18 @@ FORWARD, BACKWARD, WAIT, NORM, WEIGHTS = 1, 2, 3, 4, 6
 
 
 def middle(index: int) -> float:
-    """Return the x of the middle of box `index` of COMPUTED."""
+    """Return the x coordinate of the middle of the box COMPUTED[index]."""
     return COMPUTED[index][0] + COMPUTED[index][1] / 2
 
 
 def sent(top: float, first: int, last: int, words: list[str], color: str) -> list[str]:
-    """Draw the box of a message below the boxes `first` to `last` of COMPUTED."""
+    """Draw the box of a message below the boxes COMPUTED[first] to COMPUTED[last]."""
     x, end = COMPUTED[first][0], COMPUTED[last][0] + COMPUTED[last][1]
     return box(x, top, end - x, SENT, words, edge=color)
 
 
 def step() -> str:
-    """Draw the computations of a rank in a training step, and below them the messages of the two groups of ranks."""
+    """Draw the computations of a rank in a training step, and below them the messages of its two process groups."""
     parts = [text(WIDTH / 2, 24, "One training step", size=16, bold=True)]
     for y, words in (
         (TOP + HIGH / 2, ("each rank", "computes")),

@@ -1,4 +1,4 @@
-"""Shapes for the drawings in the docs, as lines of SVG."""
+"""Functions that return shapes as SVG, for the drawings in the docs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def text(
 def box(
     x: float, y: float, width: float, height: float, lines: list[str], *, edge: str, fill: str = PAPER
 ) -> list[str]:
-    """Return a rounded box. The first of `lines` is its name, the others describe it."""
+    """Return a rounded box with lines of text. The first line, the name of the box, is bold."""
     middle, top = x + width / 2, y + height / 2 - 8 * (len(lines) - 1) + 4
     drawn = [
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{edge}" '

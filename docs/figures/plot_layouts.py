@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the losses of 24 parallel layouts: layouts_light.svg and layouts_dark.svg.
+"""Plot the losses of 24 parallel layouts: layouts_light.svg and layouts_dark.svg.
 
     python docs/figures/plot_layouts.py
 
@@ -26,7 +26,7 @@ THEMES = {
 
 
 def style(theme: str) -> dict[str, Any]:
-    """Return the settings of matplotlib for `theme`."""
+    """Return matplotlib's settings for `theme`, "light" or "dark"."""
     ink, grid, *_ = THEMES[theme]
     return {
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw sizes of activations and losses by learning rate with and without muP: mup_light.svg and mup_dark.svg.
+"""Plot the sizes of activations, and losses by learning rate, with and without muP: mup_light.svg and mup_dark.svg.
 
     python docs/figures/plot_mup.py
 

@@ -71,7 +71,7 @@ class Start:
     words: str = TWO
     number: str = "--node-rank"
     change: Callable[[Hosts], object] = str
-    network: int = 0  # the network of {0} and {1}
+    network: int = 0  # the network in which the hosts have the addresses {0} and {1}
     networks: int = 1
     family: int = 4
 

@@ -115,7 +115,7 @@ def is_recomputed() -> int:
 
 
 def untied(original: Any, self: MixedPrecisionOptimizer) -> None:
-    """Do not update this stage's copy of the tied matrix."""
+    """Update all parameters except this stage's copy of the tied matrix."""
     weight = self.buffer.view(self.buffer.params, gpt2.TIED_WEIGHT)
     before = weight.clone()
     original(self)
@@ -123,7 +123,7 @@ def untied(original: Any, self: MixedPrecisionOptimizer) -> None:
 
 
 def incomplete_all_reduce(original: Any, x: Tensor, *args: Any, **options: Any) -> Any:
-    """Let the all-reduce leave the last elements out."""
+    """Call all-reduce, but let each rank keep the last eight elements of its x."""
     last = x.flatten()[-8:].clone() if x.numel() > 8 else None
     work = original(x, *args, **options)
     if last is not None:
