@@ -37,8 +37,8 @@ class GPT2Dataset:
     """Windows over `tokens[start:stop]`, one every `seq_length` tokens. Consecutive windows share one token.
 
     For training, an incomplete last window is dropped, and a range shorter than one window is repeated to fill it. For
-    evaluation, the last window is padded with MISSING. If possible, the first window begins one token before `start`,
-    so that every token of the split is the label of exactly one window.
+    evaluation, the last window is padded with MISSING, and the first window begins one token before `start` if there is
+    one, so that every token of the split is the label of exactly one window.
 
     source: the name of the token file in error messages.
     changed_file: a function that returns the name of a file that was changed, or "", as `TokenFile.changed_file`.

@@ -241,6 +241,7 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """Y = XAᵀ + b; A is split by input features, b is replicated and added once, after the sum. Forward: all-reduce of
     Y; backward: no communication. With sequence_parallel, forward: reduce-scatter of Y; backward: all-gather of dY.
+    Without input_is_parallel, backward also all-gathers dX.
 
     Shapes: [s, ..., input_size/tp] -> [s, ..., output_size]. Without input_is_parallel the input is
     [s, ..., input_size]. With sequence_parallel the output is [s/tp, ..., output_size]. Raises ValueError if input_size

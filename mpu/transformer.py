@@ -358,9 +358,10 @@ class FusedTransformerLayer(ParallelTransformerLayer):
     read and write less memory than PyTorch's operators. The layer then returns `kernels.ResidualTerms`, which the first
     kernel of the next layer adds. `kernels.hidden_states` returns the sum of the terms.
 
-    The base class's forward runs in generation, with selective recomputation, and if torch's generators draw the
-    dropout masks, because the fused functions do not support these cases. The base class's forward also runs if a layer
-    norm, `attention` or `mlp` has a hook, because the fused forward does not call them as modules.
+    The base class's forward runs in generation, with selective recomputation, if torch's generators draw the masks of
+    hidden dropout, and if `kernels.has_fused_layer` is false, because the fused functions do not support these cases.
+    The base class's forward also runs if a layer norm, `attention` or `mlp` has a hook, because the fused forward does
+    not call them as modules.
     """
 
     def forward(  # type: ignore[override]

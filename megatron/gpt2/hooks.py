@@ -62,7 +62,7 @@ class Numerics(NamedTuple):
     build_reducer: a function that sets `model.tied_grad_sink` and returns the gradient reducer (default:
         `train_state.build_reducer`).
     squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
-    contiguous_samples: whether a data-parallel rank reads successive samples of a batch instead of every n-th sample.
+    contiguous_samples: whether the micro-batches of a data-parallel rank are successive; otherwise ranks take turns.
     separate_tied_bucket: whether the tied matrix has a separate bucket, as it always has with a pipeline.
     batch_matrices: whether a GPU orthogonalizes several matrices together (--optimizer muon).
     """
@@ -121,10 +121,11 @@ class Hook:
         """Called after each step. `trainer.progress.iteration` already counts this step."""
 
     def on_evaluate(self, trainer: Trainer) -> None:
-        """Called before the validation loss is computed: every --eval-interval iterations, and at the end."""
+        """Called every --eval-interval iterations and at the end, before the validation loss is computed; also if
+        --eval-iters is 0."""
 
     def on_save(self, trainer: Trainer) -> None:
-        """Called before a checkpoint is saved."""
+        """Called before a checkpoint is saved. With --keep-best also called after evaluations that save none."""
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
         """Called after each log line. Return further lines to print.

@@ -8,10 +8,10 @@ that its file still exists. The check is not sufficient, because the process may
 commit. A new owner therefore also removes the uncommitted files of earlier owners. A commit renames uncommitted files,
 so a late commit of an earlier owner fails.
 
-The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is
-refused if the newest file is locked. Otherwise the start waits LIFETIME seconds to see whether the owner still sets the
-time. The start does not wait if the lease has ended, or if the owner ran on this machine: the system has then removed
-the lock of a dead process.
+The owner sets the file's time every two seconds; a time of 0 ends the lease. If the file system has locks, the owner
+also locks its file. A start is refused if the newest file is locked. Otherwise the start waits LIFETIME seconds to see
+whether the owner still sets the time. The start does not wait if the lease has ended, or if the owner ran on this
+machine: the system has then removed the lock of a dead process.
 """
 
 import contextlib

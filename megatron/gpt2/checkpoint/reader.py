@@ -18,8 +18,9 @@ tables/rank_00000.jsonl, the table of a rank, has two lines, each a JSON object:
     {"files": their number, "tensors": {tensor: [dtype, shape, first row, one past the last row, elements]}}
     {path: {"bytes", "sha256", "slices": {key: {"offset", "shape"}}}}
 
-The manifest has the hashes of the tables, and the tables have the hashes of the files. A commit reads only the first
-line of each table. A load reads the second lines only of tables with needed rows.
+The manifest has the hashes of the tables, and the tables have the hashes of the files. A commit hashes every table and
+parses only its first line. A load parses the second lines of tables with needed rows, and of the tables that this rank
+checks (`find_damage`).
 
 Older versions are read, too. Version 2 differs in names: `facts` for metadata, `held` for table_ranges, "boxes" for
 slices and for the folder of the tables. In version 1, the manifest itself has the second lines of all ranks as `files`,

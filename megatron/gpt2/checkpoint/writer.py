@@ -6,8 +6,8 @@
 
 Every rank writes its files into `iter_0000300.tmp-<save_id>/`, and then its table, which lists the slices and hashes of
 these files. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the
-latest-iteration file. No step of a save is a collective operation. A crash before the latest-iteration file is replaced
-leaves this file and the earlier checkpoints unchanged.
+latest-iteration file. The functions of writer.py call no collective. A crash before the latest-iteration file is
+replaced leaves this file and the earlier checkpoints unchanged.
 
 `save_id` consists of `start_id` (saver.py) and the number of the save, so it is equal on all ranks and different in
 every save. A crashed save therefore leaves a separate folder, which rank 0 removes in the next save.

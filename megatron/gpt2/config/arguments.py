@@ -97,7 +97,8 @@ NEVER_FROM_CHECKPOINT = (
 class Arguments:
     """A parsed command line.
 
-    values: the values that differ from their defaults, by "section.field".
+    values: the values of the preset or --config, of a merged checkpoint and of the command line, by "section.field".
+        Other fields have their defaults.
     given: the keys of `values` that the command line decided, including shape and tokenizer of --model or --config.
     preset: the name of the preset; None if a shape or --config is given.
     notes: lines about translated and ignored flags.

@@ -35,7 +35,8 @@ def load_for_inference(
     *,
     log: Log,
 ) -> LoadedModel:
-    """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group.
+    """Load the checkpoint that `find_checkpoint` finds in the --save folder `directory`. The model is split over the
+    default model-parallel group.
 
     Every rank of the group calls this function. Raises ValueError or FileNotFoundError if the folder has no checkpoint
     of this project, if the tokenizer next to it is missing or different, or if the ranks cannot share the attention

@@ -1,8 +1,9 @@
-"""AdamW on float32 masters, for fp32, bf16 and fp16, without a host synchronisation.
+"""AdamW on float32 masters, for fp32, bf16 and fp16. The host does not wait for the device, except with an offloaded
+optimizer.
 
 Three values of a step are scalars on the device: whether the step is skipped, the factor that clips gradients, and the
-learning rate, which depends on the number of steps that were not skipped. The host reads the three values only for log
-lines.
+learning rate, which depends on the number of steps that were not skipped. The host reads the three values for log
+lines, and in each step for an offloaded optimizer.
 
 Each rank updates its owned ranges of the buffer: the whole buffer or, with a sharded optimizer (ZeRO stage 1,
 arXiv:1910.02054), one shard of every bucket. With a sharded optimizer, the ranks then gather each other's parameters.

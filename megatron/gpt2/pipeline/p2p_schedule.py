@@ -7,9 +7,9 @@ sender wait, or cause a deadlock.
 The positions are found by a simulation of the schedule with the relative times of actions (`ActionCosts`). A message is
 exchanged at the first time at which both of its ranks are between two actions, and both ranks post the message there.
 The receiver keeps the tensor until an action needs it. A rank starts its next action as soon as the input of the action
-is there. There is one exception: the rank waits for a busy partner if the partner's next action needs a message from
-the rank, unless the rank's own next action would end sooner. All messages are exchanged in the order of simulated time,
-so no deadlock is possible.
+is there. There is one exception: if the next action of a busy partner needs a message from the rank, the rank compares
+two waits: its own until the partner is free, and that of the partner if the rank starts its action first. If its own
+wait is shorter, the rank waits. All messages are exchanged in the order of simulated time, so no deadlock is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):

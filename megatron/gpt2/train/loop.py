@@ -139,7 +139,8 @@ class DelayedScalarReader:
 
 
 class IterationLogger:
-    """Writes a log line every --log-interval iterations. Between log lines the host does not wait for the device."""
+    """Writes a log line every --log-interval iterations. Between log lines the host only waits for a value that is
+    READ_DELAY steps old."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -154,7 +155,7 @@ class IterationLogger:
 
     def log_if_due(self) -> int:
         """Write a log line if one is due. Return how many steps in a row were skipped, which is equal on all ranks.
-        The result may be READ_DELAY steps old, because no rank waits for its device."""
+        The result may be READ_DELAY steps old, so that the host does not wait for the current step."""
         trainer, optimizer, iteration = self._trainer, self._trainer.state.optimizer, self._trainer.progress.iteration
         in_a_row = self._skipped_in_a_row(optimizer.skipped_in_a_row)
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:

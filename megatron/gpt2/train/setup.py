@@ -325,7 +325,7 @@ def _resolve_checkpoint(
 
 
 def open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
-    """Open the newest checkpoint in `folder`, or return None without one. Warnings are not printed, because
+    """Return the checkpoint that `find_checkpoint` finds in `folder`, or None. Warnings are not printed, because
     `load_checkpoint` prints them later."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)
 

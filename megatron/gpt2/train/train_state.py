@@ -27,8 +27,8 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
 
-# The seeds of data-parallel ranks differ by 65,536, which is more than any model-parallel size. So no two ranks have
-# the same random stream.
+# The seeds of data-parallel ranks differ by 65,536, which is more than the offsets of stages and tensor-parallel ranks.
+# So no two data-parallel ranks have the same random stream.
 DATA_PARALLEL_STRIDE = 1 << 16
 PIPELINE_STRIDE = 100
 
