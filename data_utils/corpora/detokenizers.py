@@ -22,7 +22,7 @@ _WIKITEXT = (
     (r"{\s*([^}]*?)\s*}", r"{\1}"),
     (r'"\s*([^"]*?)\s*"', r'"\1"'),
     (r"'\s*([^']*?)\s*'", r"'\1'"),
-    # Restore headings, degrees, lines, numbers that were replaced, and the genitive.
+    # Restore headings, degree signs, line breaks, the digit that " N " stands for, and "'s".
     ("= = = =", "===="),
     ("= = =", "==="),
     ("= =", "=="),

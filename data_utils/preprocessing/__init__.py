@@ -133,7 +133,7 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
             shard_manifests = _make_shards(job, shards)
             _check_bad_lines(job, shard_manifests, log)
             manifests = {key: _merge_shards(job, key, shard_manifests) for key in job.keys}
-            for key in job.keys:  # All pairs are complete before the first one is renamed.
+            for key in job.keys:  # All pairs are complete before the first pair is renamed.
                 _rename_pair(job.merged(key), job.output(key))
     shutil.rmtree(folder)
     return manifests

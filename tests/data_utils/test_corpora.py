@@ -125,7 +125,7 @@ def test_a_missing_corpus_shows_the_entry_to_write(corpora: Path) -> None:
         train("webtext")
     with pytest.raises(FileNotFoundError, match='no such file: mycorpus; to define a corpus .* write "mycorpus": '):
         train("mycorpus")
-    assert train("none.txt")[0] == ("none.txt",)  # A word with a dot is a path.
+    assert train("none.txt")[0] == ("none.txt",)  # A word with a dot is a path, not the name of a corpus.
 
 
 def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ MinHash needs t hashes. The hash selects a bin, and the minimum of each bin is a
 rounds with new hashes, so that a short document also has a full sketch.
 
 Documents are numbered through all inputs, in order. The first line of the files of pairs and groups is a table of the
-inputs (name, number of documents, sha256), so that a removal from different files is refused.
+inputs (name, number of documents, sha256). remove_duplicates refuses an input that is not in the table.
 """
 
 import bisect
@@ -28,8 +28,8 @@ VALUES = 100
 BANDS = 20
 # number of uint64 values of a signature: the keys of its bands, and the offset of the document in its file
 COLUMNS = BANDS + 1
-SHINGLE_CACHE = 4096  # number of documents
-SIGN_BATCH = 64  # documents whose band keys are computed together
+SHINGLE_CACHE = 4096  # number of documents whose 5-grams stay in memory
+SIGN_BATCH = 64  # number of documents whose band keys are computed together
 EMPTY = np.uint64(2**64 - 1)
 # The factors are odd constants with random-looking bits.
 FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
