@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Callable[[], Manifest]) -> Manifest:
-    """Return the manifest of a shard. Make the shard first if it is not complete.
+    """Make a shard if it is not complete, and return its manifest.
 
     path: the path of the manifest.
     expected: the entries of the manifest that describe the input and the parameters.

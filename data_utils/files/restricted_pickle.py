@@ -4,8 +4,8 @@ A checkpoint from someone else may be hostile, and Python's unpickler calls any 
 with a restricted `find_class` is still unsafe: it allocates the sizes that a file claims, spends years on hashing
 nested keys, and crashes at a deeply nested tuple. `read_pickle` builds only dictionaries, lists, tuples, strings,
 numbers, and `PickledObject` for the classes that its caller allows. The reader imports and calls nothing, and refuses
-every other name. The size of the file and a maximum number of instructions limit what the reader builds. The reader
-supports the instructions of protocols 2 to 5 that dictionaries of data need.
+names that its caller does not allow. The size of the file and a maximum number of instructions limit what the reader
+builds. The reader supports the instructions of protocols 2 to 5 that dictionaries of data need.
 """
 
 import re

@@ -99,7 +99,7 @@ def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
         return str(splits(tmp_path, *files, **more).fingerprint)
 
     assert print_of(a) == print_of(a, need_valid=False) == print_of(a, text_key="body")
-    assert print_of(lines) == print_of(lines, text_key="text")  # The default field is "text", too.
+    assert print_of(lines) == print_of(lines, text_key="text")  # "text" is also the default field.
     prints = {print_of(a), print_of(a, split="8,2"), print_of(b), print_of(lines), print_of(lines, text_key="sentence")}
     values = np.zeros(1 << 21, np.uint16)
     for index in (0, 0, -1):  # The fingerprint covers the first and the last token.

@@ -1,8 +1,8 @@
 """Run a step on all its inputs: the flags of every step, processes or a cluster, and the final report.
 
 `--executor` processes the inputs with datatrove, which has executors for this machine, for Slurm and for Ray.
-datatrove's record of completed ranks is not used, because the record does not depend on the content of the inputs.
-Instead, a repeated rank skips each input that has a manifest.
+datatrove's record of completed ranks is not used, because the record does not depend on the content of the inputs. A
+datatrove rank that runs again skips each input that has a manifest.
 """
 
 import argparse

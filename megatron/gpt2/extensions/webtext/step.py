@@ -90,7 +90,7 @@ def find_files(given: Sequence[str], flag: str = "INPUT") -> tuple[Path, ...]:
 def find_inputs(given: str, *, join_texts: bool = True) -> list[StepInput]:
     """Make an input of each file that `given` names. Raises ValueError if two inputs would write the same output.
 
-    join_texts: make one input of each 10,000 .txt files instead.
+    join_texts: make one input of each 10,000 .txt files, instead of one input of each file.
     """
     files = find_files([given])
     texts = [path for path in files if join_texts and is_text(path)]
