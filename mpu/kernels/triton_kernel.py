@@ -14,11 +14,11 @@ Triton is a part of torch's builds for GPUs.
     halve_(x, 0.5)
 
 A call on a CPU calls the reference. A call on a GPU calls the custom operator `mpu::halve_`, which torch.compile does
-not trace into. In a run, the operator's first call with a dtype compares the Triton kernel with the reference on the
-examples. If the results differ, or if the kernel cannot be compiled, one line in the log of Python's `logging` says so,
-and the run uses the reference. So an untested GPU or compiler can make a run slower, but not wrong.
+not trace into. In a run, the operator's first call with a dtype on a GPU compares the Triton kernel with the reference
+on the examples. If the results differ, or if the kernel cannot be compiled, one line in the log of Python's `logging`
+says so, and the run uses the reference. So an untested GPU or compiler can make a run slower, but not wrong.
 
-To test a Triton kernel without a GPU, call it, or `TritonKernel.run`, with CPU tensors in Triton's interpreter
+To test a Triton kernel without a GPU, call `TritonKernel.run` with CPU tensors in Triton's interpreter
 (TRITON_INTERPRET=1); see `tests/fake_cuda/interpreted.py`.
 """
 
@@ -69,10 +69,11 @@ class TritonKernel(Generic[P, R]):
         self._chosen: dict[torch.dtype, Callable[P, R]] = {}
         self.operator = torch.library.custom_op(
             f"mpu::{self.name}",
-            self.run,
+            reference,
             mutates_args=mutates_args,
             schema=torch.library.infer_schema(reference, mutates_args=mutates_args),
         )
+        self.operator.register_kernel("cuda")(self.run)
         self.operator.register_fake(self.fake)
 
     @functools.cached_property

@@ -81,7 +81,7 @@ def test_a_kernel_is_compared_before_its_first_use(
     before = torch.get_rng_state()
     for dtype in (torch.float32, torch.float32, torch.bfloat16):
         x, others = torch.ones(4, 4, dtype=dtype), [torch.zeros(2), torch.zeros(3)]
-        tested.operator(x, others, 0.5)
+        tested.run(x, others, 0.5)
         assert torch.equal(x, torch.full_like(x, 0.5)) and all((other == 1).all() for other in others)
     assert torch.equal(torch.get_rng_state(), before)
     lines = [record.getMessage() for record in caplog.records]
@@ -89,6 +89,12 @@ def test_a_kernel_is_compared_before_its_first_use(
     for line, name in zip(lines, ("float32", "bfloat16"), strict=False):
         assert "\n" not in line and f"the Triton kernel {tested.name} is not used for {name}: " in line
         assert re.search(reason, line)
+
+
+def test_the_operator_calls_only_the_reference_on_a_cpu(caplog: pytest.LogCaptureFixture):
+    tested, x = kernel_of_test("test_on_a_cpu", missing), torch.ones(2, 2)
+    tested.operator(x, [torch.zeros(1)], 0.5)
+    assert x.sum() == 2 and not caplog.records
 
 
 def test_a_wrong_returned_tensor_is_found():
