@@ -221,7 +221,7 @@ class MixedPrecisionOptimizer:
         return (largest / (norm + 1e-6)).clamp_max(1.0) if largest > 0 else torch.ones_like(norm)
 
     def _to_masters(self, grads: list[Tensor]) -> list[Tensor]:
-        """Return the gradients on the device of the masters."""
+        """Return the gradients, copied to host memory if the masters are there."""
         if self._host_grads is None:
             return grads
         for host, grad in zip(self._host_grads, grads, strict=True):

@@ -94,8 +94,8 @@ class ExactBucketReducer(BucketReducer):
         super().begin(num_microbatches)
 
     def register_grad_ready(self, name: str) -> None:
-        """See `BucketReducer.register_grad_ready`. Add stored partial sums to the current partial sum where the tree
-        does so. Store the current partial sum if the next leaf starts a new partial sum."""
+        """See `BucketReducer.register_grad_ready`. Add to the current partial sum the stored partial sums that the tree
+        adds to it. Store the current partial sum if the next leaf starts a new partial sum."""
         grad, waiting, first_leaf = self._grad(name), self._waiting[name], self._rank * self._num_microbatches
         leaf = first_leaf + self._num_microbatches - self._awaited[name]
         push(waiting, (waiting[-1][0][1] if waiting else first_leaf, leaf + 1), grad, self._block)
