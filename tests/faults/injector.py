@@ -42,10 +42,10 @@ class Fault:
     step: int
     attempt: int | None = 0
     in_save: int = 0
-    seen: int = 0  # number of operations or steps
+    seen: int = 0  # The number of counted steps or file operations.
 
     def is_due(self) -> bool:
-        """Count an operation or a step. Return True if the fault must happen now."""
+        """Count a step or a file operation of this rank. Return whether the fault must happen now."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         if self.rank != rank or self.attempt not in (None, restart_count()):
             return False
@@ -54,8 +54,7 @@ class Fault:
 
 
 def plant(*faults: Fault) -> None:
-    """Patch this process and its future children, so that `faults` happen there, and no faults of earlier calls of
-    `plant`."""
+    """Patch this process and its future children, so that `faults` happen in these processes."""
 
     def step(trainer: Trainer) -> None:
         for fault in faults:
@@ -77,7 +76,7 @@ def plant(*faults: Fault) -> None:
         sys.addaudithook(audit)
 
 
-# faults that end a process or block it
+# These faults end a process or block it.
 
 
 def kill(trainer: Trainer | None = None) -> None:
@@ -91,7 +90,7 @@ def stop(trainer: Trainer) -> None:
 def machine(trainer: Trainer) -> None:
     """Lose the machine: kill its launcher and all of its ranks before they can report anything."""
     launcher = os.getppid()
-    os.kill(launcher, signal.SIGSTOP)  # Otherwise the launcher would stop its ranks.
+    os.kill(launcher, signal.SIGSTOP)  # A running launcher would end its other ranks.
     own = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for process in [*(int(number) for number in own if int(number) != os.getpid()), launcher, os.getpid()]:
         os.kill(process, signal.SIGKILL)
@@ -105,7 +104,7 @@ def hold(trainer: Trainer) -> None:
 
 
 def hang(trainer: Trainer) -> None:
-    """Block the rank forever, as a hang does."""
+    """Block the rank forever."""
     while True:
         time.sleep(3600)
 
@@ -115,11 +114,11 @@ def cut(trainer: Trainer) -> None:
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # The socket is already closed, or was never connected.
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    # A lost network cuts connections, and a listening socket has none.
-                    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-                        one.shutdown(socket.SHUT_RDWR)
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    # A listening socket has no connection that a lost network could cut.
+                    listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def full(trainer: Trainer) -> None:
@@ -127,7 +126,7 @@ def full(trainer: Trainer) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-# faults that a rank survives, so that the run must detect them
+# A rank survives these faults, so the run must detect them.
 
 
 def nan(trainer: Trainer, name: str = "") -> None:

@@ -1,6 +1,6 @@
-"""A rank is cut off, is stopped, or has a full disk: the run reports it in one line, and every checkpoint stays
-complete. Runs whose ranks or machines are killed restart automatically, and their losses are bit-identical. A run that
-cannot continue gives the reason."""
+"""A rank is cut off, is stopped, or has a full disk: the run reports the fault in one line, and every checkpoint
+stays complete. Runs whose ranks or machines are killed restart automatically, and their losses are bit-identical. A run
+that cannot continue gives the reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plant_and_hurry(fault: Fault) -> None:
 
 def test_a_cut_a_full_disk_and_a_stop(tmp_path: Path) -> None:
     """Each fault of rank 1 before the fourth step ends its run with one line that gives the reason, without a
-    traceback, and the checkpoint on disk is complete. The runs are parallel, since they mostly wait.
+    traceback. The checkpoint on disk is complete. The runs are parallel, since they mostly wait.
 
     cut: All connections of rank 1 are lost. Each side names the other one as lost, unless the launcher stops a side
         before that.
@@ -62,7 +62,7 @@ def test_a_cut_a_full_disk_and_a_stop(tmp_path: Path) -> None:
         "File too large; earlier checkpoints are untouched: make room or give another --save"
     )
     not_saved, rank_1 = f"iteration 5 is not saved: {unsaved}", rf"error \({HOST}\): rank 1 \({HOST}\)"
-    # For each fault, this has the pattern of its line, and the kind and the pattern of the cause of post_mortem.py.
+    # {fault: (pattern of the error line, kind of the failure, pattern of the cause that post_mortem.py prints)}
     expected = {
         cut: (
             rf"{rank_1} (sent no heartbeat for \d+ s|left): {ENDS}",
@@ -121,23 +121,23 @@ def undisturbed(save: Path, words: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[float]:
-    assert len(found := undisturbed(folder / "alone", MP2)) == 7
+def reference(folder: Path) -> list[float]:
+    assert len(found := undisturbed(folder / "reference", MP2)) == 7
     return found
 
 
 def noted(save: Path) -> Counter[tuple[str, str, int]]:
-    return Counter((one["who"].partition("_")[0], one["kind"], one["attempt"]) for one in read_incidents(save))
+    return Counter((line["who"].partition("_")[0], line["kind"], line["attempt"]) for line in read_incidents(save))
 
 
-def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> None:
+def test_kills_at_a_step_and_inside_a_save(folder: Path, reference: list[float]) -> None:
     """The run restarts twice from its newest checkpoint, which is a local one, and ends with the same losses."""
     save = folder / "killed"
     near = f"--local-checkpoint-dir {folder}/memory --local-checkpoint-interval 1 --max-restarts 3"
     faults = Fault(kill, rank=1, step=3), Fault(kill, rank=0, step=4, attempt=1, in_save=3)
     code, output = started(save, f"{MP2} {near}", *faults).end()
     assert code == 0, output
-    assert losses(save) == alone
+    assert losses(save) == reference
     assert "restart: rank 1 was ended by SIGKILL: restart 1 of 3, from iteration 3\n" in output
     assert "restart: rank 0 was ended by SIGKILL: restart 2 of 3, from iteration 3\n" in output
     ended = json.loads((save / "ended.json").read_text())
@@ -147,7 +147,7 @@ def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> 
         expected[("launcher", "rank ended", attempt)] = expected[("rank", "start", attempt)] = 2
         expected[("launcher", "restart", attempt)] = expected[("rank", "lost", attempt)] = 1
     assert expected <= noted(save) and not noted(save)["launcher", "rank ended", 2]
-    lost = next(one for one in read_incidents(save) if one["kind"] == "lost")
+    lost = next(incident for incident in read_incidents(save) if incident["kind"] == "lost")
     assert (lost["iteration"], lost["ranks"]) == (3, [1])
 
 
@@ -178,18 +178,18 @@ def stop_before_joining() -> None:
     mock.patch.object(start_and_end, "join_rendezvous", join).start()
 
 
-def test_a_rank_that_does_not_join_is_named_and_restarted(folder: Path, alone: list[float]) -> None:
+def test_a_rank_that_does_not_join_is_named_and_restarted(folder: Path, reference: list[float]) -> None:
     """Rank 1 prints the error, because the first rank of its machine is missing."""
     words = [*MP2.split(), *f"--save {folder}/late --max-restarts 1 --init-timeout 5".split()]
     code, output = StartedRank(folder, words, {}, before=stop_before_joining).end()
-    assert code == 0 and losses(folder / "late") == alone, output
+    assert code == 0 and losses(folder / "late") == reference, output
     error = f"error ({HOST}): rank 0 of 2 did not join within 5 s (--init-timeout); rank 1 ({HOST}) did\n"
     assert output.count(error) == 1 and "restart: rank 1 ended with exit code 1: restart 1 of 1" in output, output
 
 
 def test_bad_input_is_not_started_again(folder: Path) -> None:
     save = folder / "bad"
-    (save / "incidents").mkdir(parents=True)  # as after an earlier run
+    (save / "incidents").mkdir(parents=True)  # An earlier run has left this folder.
     code, output = started(save, f"{MP2} --max-restarts 3 --train-data nothing.txt").end()
     assert code == 2 and "restart" not in output and output.count("error") == 1, output
     assert noted(save) == {("rank", "refused", 0): 2}
@@ -198,7 +198,7 @@ def test_bad_input_is_not_started_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name: str) -> None:
+def test_a_signal_stops_the_run_in_order(folder: Path, reference: list[float], name: str) -> None:
     """The signal arrives while --async-save writes. The launcher does not restart the run, and the run can be resumed
     with equal bits."""
     save = folder / name
@@ -212,10 +212,10 @@ def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name:
     if ended["iteration"] < 7:
         assert f"stopped by {name} at iteration {ended['iteration']}: the same command continues" in output
         undisturbed(save, MP2)
-    assert losses(save) == alone
+    assert losses(save) == reference
 
 
-def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
+def test_machines_restart_their_ranks(folder: Path, reference: list[float]) -> None:
     """Two launchers run one rank each. The launcher of the killed rank restarts it, and the other launcher joins again.
     The first kill is inside a save, before the rank has written its files. Rank 0 has written its files, and must not
     wait ten minutes for the files of the killed rank."""
@@ -228,19 +228,19 @@ def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
     nodes = [started(save, f"{words} {node}", *faults, SLURMD_NODENAME=f"node{node}") for node in range(2)]
     ended = [node.end() for node in nodes]
     assert [code for code, _ in ended] == [0, 0], ended
-    assert losses(save) == alone
+    assert losses(save) == reference
     first, second = (said for _, said in ended)
     assert "rank 1 was ended by SIGKILL: restart 1 of 2, from iteration 2" in second and MEET_AGAIN in second
     assert "rank 0 was ended by SIGKILL: restart 1 of 2, from iteration " in first and MEET_AGAIN in first
     assert "error (node0): rank 1 (node1) sent no heartbeat for " in first
-    assert {one["who"] for one in read_incidents(save)} == {
+    assert {incident["who"] for incident in read_incidents(save)} == {
         *(f"rank_0000{rank}" for rank in range(2)),
         *(f"launcher_node{node}" for node in range(2)),
     }
 
 
 @pytest.mark.wide
-def test_a_suspended_rank_does_not_block_the_other_machine(folder: Path, alone: list[float]) -> None:
+def test_a_suspended_rank_does_not_block_the_other_machine(folder: Path, reference: list[float]) -> None:
     """The launcher of the suspended rank does not wait ten minutes for a save."""
     save = folder / "suspended"
     words = (
@@ -253,7 +253,7 @@ def test_a_suspended_rank_does_not_block_the_other_machine(folder: Path, alone: 
     ]
     ended = [node.end() for node in nodes]
     assert [code for code, _ in ended] == [0, 0], ended
-    assert losses(save) == alone and MEET_AGAIN in ended[1][1]
+    assert losses(save) == reference and MEET_AGAIN in ended[1][1]
 
 
 def machine(save: Path, number: int, place: str, *faults: Fault) -> StartedRank:
@@ -269,7 +269,7 @@ def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
     save, place = folder / "lost", f"file://{folder}/place"
 
     def starts() -> list[dict[str, Any]]:
-        return [one for one in read_incidents(save) if (one["kind"], one["who"]) == ("start", "rank_00000")]
+        return [line for line in read_incidents(save) if (line["kind"], line["who"]) == ("start", "rank_00000")]
 
     stays = machine(save, 0, place, Fault(hold, rank=0, step=4, attempt=1))
     gone = machine(save, 1, place, Fault(injector.machine, rank=1, step=5))
@@ -282,7 +282,7 @@ def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
     said = ended[0][1]
     assert "restart: rank 0 ended with exit code 1: restart 1 of 2, from iteration 4\n" in said and MEET_AGAIN in said
     assert "stopped by new ranks (--elastic) at iteration" in said
-    assert [one["layout"]["data"] for one in starts()] == [2, 1, 2]
+    assert [incident["layout"]["data"] for incident in starts()] == [2, 1, 2]
     assert json.loads((save / "ended.json").read_text())["reason"] == "--exit-interval"
     assert any("rank 1 on 127.0.0.2 stopped responding at iteration 5" in line for line in report(save)[1])
 
