@@ -24,7 +24,7 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.nanogpt_and_dcp import openai_name, to_openai
 from megatron.gpt2.model.gpt2 import GPT2Model
 
-NANOGPT_VOCAB = 50304  # nanoGPT pads 50,257 words to this number.
+NANOGPT_VOCAB = 50304  # nanoGPT's vocabulary, padded from 50,257
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 

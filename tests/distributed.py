@@ -14,8 +14,8 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
 CONTEXT = get_context("forkserver")
-# The server imports these modules once. A rank then starts in 0.05 s instead of 2 s. TorchDispatchMode imports torch's
-# compiler, which takes 2 s more.
+# The fork server imports the modules once. A rank then starts in 0.05 s instead of 2 s. TorchDispatchMode imports
+# torch's compiler, which takes 2 s more.
 CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.commands.pretrain_gpt2", "torch._dynamo", "tests.gc_freeze"])
 
 

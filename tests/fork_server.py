@@ -233,7 +233,7 @@ def preload() -> None:
     from megatron.gpt2 import device
 
     for dtype in (torch.float32, torch.bfloat16):
-        # This function caches its result, so a call in the server saves 0.3 s of each run.
+        # _measure_gemm_flops caches its result, so a call in the server saves 0.3 s of each run.
         device._measure_gemm_flops(torch.device("cpu"), dtype)
     gc.freeze()  # Garbage collection would copy unfrozen objects in each command.
 

@@ -174,7 +174,7 @@ DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 # Only dropout of hidden states has the same masks on a CPU and on a GPU.
 MODES = {"bf16": "", "compiled": "--compile", "dropout": "--hidden-dropout 0.1", "documents": DOCUMENTS}
 EXPECTED = harness.RESULTS / "first_minutes_expected.json"
-# On a CPU, bf16 differs from fp32 by at most these relative differences: 2⁻¹⁴ and 2⁻¹².
+# On a CPU, the relative differences between bf16 and fp32 are at most 2⁻¹⁴ (loss) and 2⁻¹² (gradient norm).
 TOLERANCE = {"loss": 2**-11, "grad_norm": 2**-8}
 WATCHED_STEPS = 3  # number of steps
 

@@ -59,7 +59,7 @@ COLLECTIVES = {
 ADAM_BYTES = 28  # AdamW reads four float32 numbers of a parameter and writes three.
 CACHE_BYTES, MAX_COPIES = 96 << 20, 64
 TIMEOUT_MINUTES = 5
-SMALL = 1e-12  # A constant that the fit finds to be 0 gets this value, since a file has positive constants only.
+SMALL = 1e-12  # replaces a fitted constant of 0, since a file has only positive constants
 
 Times = dict[Any, np.ndarray]  # {kernel: [seconds]} and {collective: [seconds, seconds of the processor]}
 

@@ -19,7 +19,7 @@ from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.setup import RunContext
 from megatron.gpt2.train.trainer import Trainer
 
-# A proposed layout may use this share of the memory, because estimates are up to 10 % wrong (benchmarks/memory.py).
+# A proposed layout may use 90 % of the memory, because estimates are up to 10 % wrong (benchmarks/memory.py).
 MARGIN = 0.9
 
 

@@ -21,7 +21,7 @@ import torch
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Operation, Release, Trace, trace_step
 
-# A chunk with at most this number of layers is traced completely: the traces of few layers would take as long.
+# A chunk with at most MAX_TRACED_LAYERS layers is traced completely, since the traces of few layers would take as long.
 MAX_TRACED_LAYERS = 16
 FEW_LAYERS = (2, 4, 6)
 # Memory is a linear function of the number of layers if the deviation is less than LINEAR_WITHIN bytes.
@@ -57,12 +57,12 @@ PHASE_NAMES = {
 }
 # bytes of a step's tokens: text, inputs, labels, masks and weights
 BATCH_BYTES_PER_TOKEN = 40
-# On a CPU a training process needs this memory in addition to the memory before the model exists (torch 2.13, without
-# file pages): the buffers of the matrix libraries, and the objects of torch's compiler, which recomputation imports.
+# On a CPU, the buffers of the matrix libraries, and the objects of torch's compiler, which recomputation imports, are
+# allocated only after the model exists (torch 2.13, without file pages).
 LIBRARY_BYTES, COMPILER_BYTES = 24 << 20, 45 << 20
 # CUDA's context and the kernels of torch, NCCL and cuBLAS take 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
-# Fragmentation of glibc's heap adds these shares to the parts. The shares are fitted to measured runs
+# Fragmentation of glibc's heap adds a share to each part. The shares are fitted to measured runs
 # (docs/explanation/memory.md).
 FRAGMENTATION = {
     "activations": 0.2,
@@ -158,7 +158,8 @@ def low_bytes(inputs: MemoryInputs) -> float:
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
     replicated, split = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
-    of_layer = replicated / (tp if parallel.sequence_parallel else 1) + split / tp  # bytes per token and unit
+    # the bytes of a layer's activations for each token and hidden unit
+    of_layer = replicated / (tp if parallel.sequence_parallel else 1) + split / tp
     in_flight = min(pp + (pp - 1) * (vpp > 1) / vpp, inputs.num_microbatches)
     tokens = train.micro_batch_size * config.data.seq_length
     return state * parameters + tokens * h * layers * in_flight * of_layer + inputs.fixed

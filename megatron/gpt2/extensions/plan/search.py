@@ -30,7 +30,7 @@ from megatron.gpt2.pipeline.analysis import timetable
 from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
 
 RECOMPUTES = ("none", "selective", "full")
-MODEL_PARALLEL = (1, 2, 4, 8)  # `layouts` yields these tensor-parallel sizes.
+MODEL_PARALLEL = (1, 2, 4, 8)  # the tensor-parallel sizes that `layouts` yields
 LARGEST_MICRO_BATCH = 16
 TRIES = 4  # `search` traces at most 4 layouts for each layout that it returns.
 DAY = 86400.0
@@ -241,7 +241,7 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
             except ValueError:  # The layout's flags exclude each other, or its sizes do not divide each other.
                 continue
             if b == requested.train.micro_batch_size and dp == inputs.data_parallel_size:
-                del train["global_batch_size"]  # The run has this global batch size without the flag.
+                del train["global_batch_size"]  # The run has the same global batch size without the flag.
             flags = (
                 *changed_flags("parallel", requested.parallel, parallel),
                 *changed_flags("train", requested.train, train),

@@ -177,7 +177,7 @@ def _layer_norm(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
     return _elementwise(x), *(_row_sums(x).unsqueeze(-1) for _ in range(2))
 
 
-# For these operators, torch computes the output shapes with the compiler's libraries, whose import takes a second.
+# OUTPUTS computes the output shapes of operators for which torch would import the compiler's libraries for a second.
 OUTPUTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "ge gt lt le eq ne isfinite logical_and logical_not".split(),

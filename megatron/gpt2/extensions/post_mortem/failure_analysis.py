@@ -17,13 +17,13 @@ Incident = Mapping[str, Any]
 
 START_WINDOW = 600.0  # seconds within which all ranks of an attempt start
 KILL_WINDOW = 2.0  # seconds within which a scheduler ends all ranks
-# A stack with a line that matches this pattern was recorded in the data loader.
+# A stack with a line that matches LOADING_LINE was recorded in the data loader.
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
 NOT_A_CRASH = {"", "SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}  # no signal, or a signal that asks a run to stop
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
 
-# For each kind of failure, this table gives its meaning and what to do before the run continues. The incident of an
-# error has the kind of failure as its `cause`.
+# {kind of failure: (its meaning, what to do before the run continues)}. The incident of an error has the kind of
+# failure as its `cause`.
 KINDS = {
     "out of memory": (
         "this layout needs more memory than was available",
@@ -165,7 +165,7 @@ def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
     causes = []
     for attempt in range(max((incident["attempt"] for incident in last), default=0)):
         found = last_attempt([each for each in incidents if each["attempt"] == attempt and each["time"] < start])
-        # An incident "end" shows that these ranks did not fail, but stopped because new ranks joined.
+        # An incident "end" shows that the ranks did not fail, but stopped because new ranks joined.
         if found and not any(incident["kind"] == "end" for incident in found):
             causes.append(first_cause(found, {}).cause)
     return causes

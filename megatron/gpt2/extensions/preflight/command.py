@@ -48,7 +48,7 @@ from megatron.gpt2.train.setup import RunContext, build_context, settings_equal_
 from megatron.gpt2.train.start_and_end import repetition_warning
 
 TIMEOUT_MINUTES = 1.0  # the time limit of a collective
-# The clocks may differ by this number of seconds, because the incidents of a failure are sorted by time.
+# The clocks may differ by at most MAX_CLOCK_SKEW seconds, because the incidents of a failure are sorted by time.
 MAX_CLOCK_SKEW = 2.0
 CLOCK_ROUNDS = 5
 SAME_FILES = "give all machines the same files"

@@ -34,7 +34,7 @@ from megatron.gpt2.extensions.serve.request import (
 )
 from megatron.gpt2.generate.generation import GeneratedToken
 
-MEGATRON = ("/api", "/generate")  # Megatron's servers have these addresses.
+MEGATRON = ("/api", "/generate")  # the addresses of Megatron's servers
 PAGE = Path(__file__).with_name("page.html")
 # The page contains all files that it needs. The page must not load anything from other hosts.
 PAGE_POLICY = (
@@ -50,7 +50,7 @@ def json_response(content: dict[str, Any], status: int = 200, headers: dict[str,
 
 def error_response(error: ApiError) -> Response:
     """Make the response to a failed request, in OpenAI's form."""
-    # OpenAI's client does not repeat a request whose answer has this header. A second try would fail, too.
+    # OpenAI's client does not repeat a request whose answer has x-should-retry: false. A second try would fail, too.
     headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
     if error.status == 408:
         headers["Connection"] = "close"  # The server does not read the rest of the body.
@@ -143,7 +143,7 @@ class Service:
 
         read: parses the body.
         """
-        # Browsers let a page of a different site send a form or plain text, but not this content type.
+        # Browsers let a page of a different site send a form or plain text, but not JSON.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)
         body = await self._body(request)

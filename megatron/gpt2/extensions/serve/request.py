@@ -21,7 +21,7 @@ from megatron.gpt2.generate.generation import GeneratedToken, GenerationRequest
 from megatron.gpt2.generate.sampling import SamplingParams
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
-MIN_LOGPROB = -9999.0  # OpenAI's answers have this number instead of the logarithm of 0.
+MIN_LOGPROB = -9999.0  # OpenAI's answers contain -9999 instead of the logarithm of 0.
 END_NAME = "<|endoftext|>"
 MAX_STOPS = 16  # limit of stop strings: OpenAI allows 4, but some tasks of lm-eval need more
 

@@ -48,7 +48,7 @@ class CapturePoint(NamedTuple):
 
 # the outputs of a whole layer, of the embeddings and of the final norm
 MODULE_OUTPUT = CapturePoint(gradient=True)
-# A layer computes these tensors in this order.
+# the tensors to capture of a layer, in the order of their computation
 CAPTURE_POINTS = (
     CapturePoint("input_layernorm", gradient=True),
     CapturePoint("attention.query_key_value", split=True),

@@ -54,7 +54,7 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 STEPS = 3
 HUGGINGFACE = "huggingface"
-# Runs ignore these flags, which write files or evaluate and do not change the training steps.
+# Runs ignore flags that only write files or evaluate.
 IGNORED_FLAGS = (
     "train.tensorboard_dir",
     "train.wandb_project",

@@ -40,7 +40,7 @@ FORWARD_OPERATIONS = {
     "labels": DATA,
     "token_weight": "the mask of the loss, or the number of tokens in the global batch",
 }
-# For each tensor, this table names the operation that computes the tensor's gradient in backward.
+# {name of a tensor: the operation that computes the tensor's gradient in backward}
 BACKWARD_OPERATIONS = {
     "input_layernorm": "{total_of}the gradient of the input of {layer}'s attention.query_key_value",
     "post_attention_layernorm": "{total_of}the gradient of the input of {layer}'s mlp.dense_h_to_4h",

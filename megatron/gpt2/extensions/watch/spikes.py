@@ -20,7 +20,7 @@ from megatron.gpt2.train.trainer import Trainer
 
 WINDOW = 10  # the largest number of log lines for the median
 MIN_LOSSES = 3  # the smallest number of log lines for the median
-MAX_REWINDS = 3  # A process does not rewind more often, because the cause is probably not in the samples.
+MAX_REWINDS = 3  # the largest number of rewinds; the cause of further spikes is probably not in the samples
 
 
 class SpikeDetector:

@@ -140,7 +140,7 @@ def test_openai_client(served: RunningServer, model: GPT2Model):
 
 def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, monkeypatch: pytest.MonkeyPatch):
     """With `echo` and `logprobs`, the server scores the prompt. The answer also has the model's most likely tokens."""
-    monkeypatch.setattr(model_runner, "ROWS", 7)  # so that the last prompt is scored in two parts
+    monkeypatch.setattr(model_runner, "ROWS", 7)  # The last prompt is scored in two parts.
     prompts = ["One é", "a longer text"]
     asked = [list(prompt.encode()) for prompt in prompts]
     answer = served.ask(asked, max_tokens=9, logprobs=2, echo=True, temperature=0)
@@ -258,7 +258,7 @@ SLOW = [
     b"G",
     post_request(60, b"{"),  # The client never sends the whole body of its request.
     b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
-    # The server answers this request. Then `is_open` sends the headers of a second request, byte by byte.
+    # The server answers the request /health. Then `is_open` sends the headers of a second request, byte by byte.
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
 ]
 

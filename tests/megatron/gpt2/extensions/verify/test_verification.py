@@ -61,7 +61,7 @@ def run_case(
 CASES = {name: (flags, None) for name, flags in CLEAN.items()} | {
     name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
 }
-# The default run has these cases: some layouts, and faults in forward, backward, reduction, data and optimizer.
+# The cases of the default run are some layouts, and faults in forward, backward, reduction, data and optimizer.
 COVERING = (
     "sequence-parallel",
     "sharded",
