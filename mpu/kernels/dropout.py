@@ -106,18 +106,11 @@ class _SeededDropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dropped: int, seeds: Tensor, *mask_args: int) -> Tensor:
         ctx.save_for_backward(seeds)
         ctx.dropped, ctx.mask_args = dropped, mask_args
-        return _call_seeded_dropout(x, dropped, seeds, *mask_args)
+        return DROPOUT(x, dropped, seeds, *mask_args)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _call_seeded_dropout(dy, ctx.dropped, *ctx.saved_tensors, *ctx.mask_args), None, None, None, None
-
-
-def _call_seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first_position: int) -> Tensor:
-    # torch.compile cannot trace the generator of a CPU.
-    call = DROPOUT.operator if torch.compiler.is_compiling() else DROPOUT
-    out: Tensor = call(x, dropped, seeds, location, first_position)
-    return out
+        return DROPOUT(dy, ctx.dropped, *ctx.saved_tensors, *ctx.mask_args), None, None, None, None
 
 
 def _seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first_position: int) -> Tensor:

@@ -13,10 +13,11 @@ Triton is a part of torch's builds for GPUs.
     halve_ = TritonKernel(_halve_, _examples, mutates_args=("x",))
     halve_(x, 0.5)
 
-A call on a CPU calls the reference. A call on a GPU calls the custom operator `mpu::halve_`, which torch.compile does
-not trace into. In a run, the operator's first call with a dtype on a GPU compares the Triton kernel with the reference
-on the examples. If the results differ, or if the kernel cannot be compiled, one line in the log of Python's `logging`
-says so, and the run uses the reference. So an untested GPU or compiler can make a run slower, but not wrong.
+A call on a CPU calls the reference. A call on a GPU or in a compiled layer calls the custom operator `mpu::halve_`,
+which torch.compile does not trace into. In a run, the operator's first call with a dtype on a GPU compares the Triton
+kernel with the reference on the examples. If the results differ, or if the kernel cannot be compiled, one line in the
+log of Python's `logging` says so, and the run uses the reference. So an untested GPU or compiler can make a run slower,
+but not wrong.
 
 To test a Triton kernel without a GPU, call `TritonKernel.run` with CPU tensors in Triton's interpreter
 (TRITON_INTERPRET=1); see `tests/fake_cuda/interpreted.py`.
@@ -52,7 +53,7 @@ class TritonKernel(Generic[P, R]):
 
     name: the name of the operator in torch.ops.mpu, and of the kernel.
     written: the positions of the arguments that the operation writes into.
-    operator: the custom operator, for callers that must not be traced by torch.compile on a CPU either.
+    operator: the custom operator. On a CPU it calls the reference.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class TritonKernel(Generic[P, R]):
         return found
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # On a CPU, call the reference directly: a call of the operator loads torch's compiler, which takes 1 s and 70
-        # MB.
-        function: Callable[P, R] = self.operator if _first_tensor(args).is_cuda else self.reference
+        # Else call the reference directly: a call of the operator loads torch's compiler, which takes 1 s and 70 MB.
+        is_operator = _first_tensor(args).is_cuda or torch.compiler.is_compiling()
+        function: Callable[P, R] = self.operator if is_operator else self.reference
         return function(*args, **kwargs)
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
