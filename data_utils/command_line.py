@@ -83,7 +83,7 @@ def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
 
 
 class NoProgressBar:
-    """A replacement of tqdm's progress bar that draws nothing. It has the methods of tqdm that this project uses."""
+    """A replacement of tqdm's progress bar that draws nothing."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self._iterable = iterable or ()
@@ -140,7 +140,7 @@ def print_help(prog: str, words: Sequence[str], description: str | None) -> None
 
 
 def positive_int(text: str) -> int:
-    """Convert an argument of the command line to an integer of at least 1. argparse calls this function as a `type`."""
+    """Convert an argument to an integer of at least 1, as a `type` of argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")

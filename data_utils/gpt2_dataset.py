@@ -116,7 +116,7 @@ class GPT2Dataset:
         return rows.astype(np.int64)
 
     def text(self, max_bytes: int = 64 << 20) -> bytes | None:
-        """Return the split as text, without EODs; None if the text is longer than `max_bytes`."""
+        """Return the text of the split without EODs, or None if the text is longer than `max_bytes`."""
         if self.num_tokens > max_bytes:  # Each id except EOD stands for at least one byte.
             return None
         text = self.tokenizer.decode_bytes(self.tokens)

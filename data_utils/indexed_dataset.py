@@ -68,8 +68,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedDatasetBuilder:
     """Writes a pair of files. Call `add` and `end_document` for each document, or `add_file` to append another file.
 
-    `finish` completes both files and fsyncs them; `abandon` removes them. A `with` block calls `finish` at its end, or
-    `abandon` after an error.
+    A `with` block calls `finish` at its end, or `abandon` after an error.
 
     hashes: the chunk hashes of both files, by suffix, after `finish`.
     """
@@ -171,7 +170,7 @@ class IndexedDatasetBuilder:
 
     def abandon(self) -> None:
         """Close and remove both files."""
-        with contextlib.suppress(OSError):  # The disk may be full.
+        with contextlib.suppress(OSError):  # Closing fails on a full disk.
             self._bin.close()
         for suffix in (".bin", ".idx"):
             Path(self.prefix + suffix).unlink(missing_ok=True)

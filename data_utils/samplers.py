@@ -246,7 +246,7 @@ class BatchLoader:
             self._thread.shutdown(cancel_futures=True)
 
     def _begin(self) -> None:
-        """Submit one more step to the thread. Without a thread, `next` prepares the step."""
+        """Submit one more step to the thread, if there is a thread."""
         prepare = functools.partial(self._batch, self._next)
         self._ready.append(prepare if self._thread is None else self._thread.submit(prepare).result)
         self._next += self._schedule.size(self._next)

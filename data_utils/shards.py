@@ -104,7 +104,7 @@ def map_in_processes(
         try:
             futures = {pool.submit(work, *item): item for item in items}
             for future in as_completed(futures):
-                future.result()  # `result` raises the worker's error.
+                future.result()  # raises the error of the worker
                 finished(*futures[future])
             return [future.result() for future in futures]
         except BrokenProcessPool:

@@ -90,7 +90,6 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
 
 
 def _corpora_file() -> Path:
-    """Return the path of the file that lists named corpora, which may not exist."""
     if CORPORA_VARIABLE in os.environ:
         return Path(os.environ[CORPORA_VARIABLE])
     shipped = Path(__file__).resolve().parents[2] / SHIPPED_CORPORA

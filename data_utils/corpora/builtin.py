@@ -127,7 +127,7 @@ def prose(text: str) -> Iterator[str]:
     """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:
-            continue  # Most strings fail this quick check.
+            continue
         words = BULLET.sub("", " ".join(paragraph.split()))
         for pattern, plain in MARKS:
             words = pattern.sub(plain, words)

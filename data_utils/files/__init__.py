@@ -71,7 +71,7 @@ def flush_to_disk(file: IO[Any]) -> None:
 
 
 def fsync_path(path: str | Path) -> None:
-    """Fsync a file or a folder. A crash of the machine may undo a rename in a folder that was not fsynced."""
+    """Fsync a file, or a folder, in which a crash of the machine could otherwise undo a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,7 +84,7 @@ def add_path(error: BaseException, path: str | Path) -> None:
     free space to the error of a full disk."""
     if isinstance(error, OSError) and error.errno:
         error.filename = error.filename or str(path)
-        if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):  # The message is added only once.
+        if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):
             error.strerror = f"{error.strerror} ({free_space(path)})"
 
 
@@ -407,7 +407,7 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = IO_THR
     first error, in the order of the items, is raised after all threads have ended. The threads are daemons, so
     the process can exit while storage is blocked."""
     jobs = [(item, Future[R]()) for item in items]
-    queue = iter(jobs)  # Each thread takes the next job.
+    queue = iter(jobs)
 
     def run() -> None:
         for item, result in queue:

@@ -162,7 +162,7 @@ def _existing_manifests(job: PreprocessingJob, shards: Sequence[Shard]) -> dict[
 
 
 def _make_shards(job: PreprocessingJob, shards: Sequence[Shard]) -> list[Manifest]:
-    """Make all shards, and return the manifest of each. Raises OSError if a worker dies."""
+    """Return the manifests of all shards. Raises OSError if a worker dies."""
 
     def size(shard: Shard) -> int:
         return sum(part.size for part in shard)
@@ -269,7 +269,7 @@ def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest],
     bad = sum(len(shard["bad"]) for shard in shard_manifests)
     usable = sum(shard["records"] for shard in shard_manifests)
     path, first = Path(f"{job.output_prefix}.bad.jsonl"), ""
-    path.unlink(missing_ok=True)  # Remove the file of an earlier run.
+    path.unlink(missing_ok=True)
     if bad:
         lines_before: Counter[str] = Counter()  # number of lines of each file in earlier shards
         with atomic_write(path, job.folder / "bad_lines") as out:

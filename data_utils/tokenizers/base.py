@@ -116,8 +116,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document. ByteTokenizer needs no library and
-    no file."""
+    """A tokenizer without files, whose ids 0 to 255 are the bytes of UTF-8. The id 256 ends a document."""
 
     def __init__(self) -> None:
         token_bytes = [bytes([value]) for value in range(256)] + [b""]

@@ -144,7 +144,6 @@ def _attempt(
 
 
 def refusal(read: Callable[[], object], size: int, place: str) -> str:
-    """Return the line with which `read` refuses an input of `size` bytes."""
     outcome, line = attempt(read, size, place)
     assert outcome == "refused", (outcome, line)
     return line
@@ -169,7 +168,6 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """Return the peak of resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 

@@ -80,7 +80,6 @@ def save_seven(folder: Path) -> None:
 
 
 def read_saved(folder: Path) -> None:
-    """Check that an accepted checkpoint has the saved values."""
     found, _ = find(folder)
     assert found == 7
 
@@ -99,7 +98,6 @@ def read_any(folder: Path) -> None:
 
 
 def update_checksum(files: Files) -> None:
-    """Update the hash of a changed manifest."""
     name = next(name for name in files if name.endswith(MANIFEST))
     body, _, _ = files[name].rpartition(CHECKSUM_KEY)
     files[name] = append_checksum((body or files[name]) + CHECKSUM_KEY)
@@ -299,12 +297,10 @@ def llm_c(folder: Path) -> None:
 
 
 def preprocessed(folder: Path) -> None:
-    """Write a pair of files with its manifest."""
     run(write_lines(folder / "a.jsonl", some_texts(20)), folder / "a")
 
 
 def update_pair_checksum(files: Files) -> None:
-    """Update the hash in a pair's manifest."""
     name, key = next(name for name in files if name.endswith("document.json")), CHECKSUM_ENTRY.encode()
     body = files[name].rpartition(key)[0] or files[name]
     files[name] = body + key + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
@@ -327,7 +323,6 @@ def check_tokenizer(tokenizer: Tokenizer, *, lossless: bool = True) -> None:
 
 
 def gpt2_files(folder: Path) -> None:
-    """Write GPT-2's two files with the 256 bytes and six merges."""
     files, problem = tokenizer_files(build_tokenizer("bytes"), 1024)
     assert not problem
     vocabulary, pairs = json.loads(files["vocab.json"]), ["t h", "th e", "\u0120 t", "\u0120t h", "i n", "e r"]
@@ -411,7 +406,6 @@ SERVED = ServedModel("tiny", TOKENIZER, context=64, max_tokens=100, max_texts=8,
 
 
 def run_folder(folder: Path) -> None:
-    """Write the log files of a run."""
     config = Config.from_dict({"checkpoint": {"save": "checkpoints/a"}})
     run_values = {"global_batch_size": 8, "train_iters": 100, "environment": {"torch": "2"}}
     write_config(folder, config, run_values, continues=False)

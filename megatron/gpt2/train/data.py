@@ -1,7 +1,7 @@
 """Batches on the device, and a check that all ranks of a model-parallel group (tensor · pipeline) read the same text.
 
-Every rank reads its batches itself, because document lengths are needed on the host. No rank sends a batch to another
-rank. At log lines the ranks compare checksums of the text that they have read.
+Every rank reads its batches itself, because document lengths are needed on the host. At log lines the ranks compare
+checksums of the text that they have read.
 Legend: b samples of a step on this rank, s sequence.
 """
 

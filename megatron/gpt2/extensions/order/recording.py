@@ -257,7 +257,7 @@ class CallRecorder(TorchDispatchMode):
         return RecordedWork(self, call, written)
 
     def _fill(self, call: RecordedCall, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
-        """Fill the results of a call with values.
+        """Write values into the results of a call.
 
         rank: the rank's number in the group.
         """

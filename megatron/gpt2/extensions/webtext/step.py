@@ -126,7 +126,7 @@ def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     if text_key != "text":
         document["text"] = document.pop(text_key)
     if b"\\ud" in content.lower():
-        # Encoding fails for a lone surrogate. Only an escape such as \ud800 can produce a lone surrogate.
+        # Encoding fails for a lone surrogate, which only an escape such as \ud800 can produce.
         json_line({**document, "text": text})
     return document
 

@@ -148,7 +148,6 @@ def paragraphs(seed: str, words: list[str] = ENGLISH, count: int = 7) -> list[st
 
 
 def html(texts: list[str], title: str = "A page") -> bytes:
-    """Return an article with navigation and a footer."""
     links = "".join(f'<li><a href="/section/{number}">Section {number}</a></li>' for number in range(12))
     return (
         f"<!DOCTYPE html><html><head><title>{title}</title><script>var tracker = 1;</script></head><body>"
@@ -233,7 +232,7 @@ def web() -> Iterator[str]:
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            with suppress(OSError):  # The client closed the connection.
+            with suppress(OSError):
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
