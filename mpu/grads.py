@@ -44,7 +44,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], group: ProcessGroup | None =
     group = group or get_tensor_model_parallel_group()
     if group is None or group.size() == 1 or not tensors:
         return
-    packed = torch.cat([tensor.reshape(-1).float() for tensor in tensors])  # any shapes -> [elements of all]
+    packed = torch.cat([tensor.reshape(-1).float() for tensor in tensors])  # tensors of any shapes -> one 1-D tensor
     dist.all_reduce(packed, group=group)
     for tensor, total in zip(tensors, packed.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(total.view(tensor.shape))

@@ -91,8 +91,8 @@ def test_kernels_spill_nothing(element: str, architecture: str):
 
 
 def passes(text: Path, save: Path, flags: str) -> float:
-    """Return the passes of a layer outside of matrix products and attention, from models of three and of two layers. A
-    pass reads or writes as many elements as the layer's input has."""
+    """Return how many passes over memory a layer takes outside of matrix products and attention: the difference between
+    models with three and with two layers. A pass reads or writes as many elements as the layer's input has."""
     counts = []
     for layers in (2, 3):
         with running(text, save, f"--num-layers {layers} --micro-batch-size 16 {flags}") as (trainer, gpu):
