@@ -154,19 +154,15 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return run
 
 
-def launched(python: WarmPython, work: Path, script: str, appended: str) -> subprocess.CompletedProcess[str]:
+def launched(python: WarmPython, work: Path, script: str, appended: str) -> str:
+    """Run the command line of `script` on two ranks, and return its output."""
     line = pasted(script, appended).replace("GPUS_PER_NODE=8", "GPUS_PER_NODE=2").replace("=6000", f"={free_port()}")
     environment = {**os.environ, "PATH": python.path, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    return subprocess.run(
-        ["bash", "-c", line],
-        cwd=work,
-        env=environment,
-        text=True,
-        timeout=240,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    words = ["bash", "-c", f"exec 2>&1\n{line}"]
+    done = subprocess.run(words, cwd=work, env=environment, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stdout.decode()
+    return done.stdout.decode()
 
 
 def learned(folder: Path, below: float = 4.0) -> None:
@@ -206,11 +202,9 @@ def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path
 
 
 def test_2019_on_two_data_parallel_ranks(python: WarmPython, work: Path):
-    done = launched(
-        python, work, "pretrain_gpt2_distributed.sh", SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp"
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"2 ranks: tensor-parallel 1 × data-parallel 2", done.stdout)
+    flags = SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp"
+    said = launched(python, work, "pretrain_gpt2_distributed.sh", flags)
+    assert "2 ranks: tensor-parallel 1 × data-parallel 2" in said
     learned(work / "checkpoints/dp")
 
 
@@ -219,14 +213,10 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
         """{"train_micro_batch_size_per_gpu": 8, "train_batch_size": 16, "zero_optimization": {"stage": 1},
         "fp16": {"enabled": true, "initial_scale_power": 14}, "steps_per_print": 5}"""
     )
-    done = launched(python, work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"2 ranks: tensor-parallel 2 × data-parallel 1", done.stdout)
-    assert "8 samples × 1 data-parallel rank × 2 accumulated = 16 a step" in done.stdout
-    assert (
-        "ignored: the keys of --deepspeed-config are translated instead" in done.stdout
-        and "steps_per_print 5" in done.stdout
-    )
+    said = launched(python, work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
+    assert "2 ranks: tensor-parallel 2 × data-parallel 1" in said
+    assert "8 samples × 1 data-parallel rank × 2 accumulated = 16 a step" in said
+    assert "ignored: the keys of --deepspeed-config are translated instead" in said and "steps_per_print 5" in said
     learned(work / "checkpoints/gpt2_345m_mp2")
 
 

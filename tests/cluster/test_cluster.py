@@ -88,7 +88,6 @@ STARTS = [
     Start("torchrun per host", {}, words="-- --nnodes 2 --nproc-per-node 1 --master-addr {0}"),
     Start("a file in a shared folder", {}, words=TWO + " --init-method file://{folder}/meet"),
     Start("IPv6 only", family=6),
-    Start("host names", {"MASTER_ADDR": "node1"}),
     Start(
         "a host name that is 127.0.0.1 on all",
         change=lambda hosts: hosts.set_names({"node1": "127.0.0.1", "node2": "127.0.0.1"}),
@@ -211,6 +210,11 @@ def iteration(save: Path) -> int:
     return len(losses(save)) if (save / "metrics.jsonl").exists() else 0
 
 
+def wait_for_save(save: Path, steps: int, runs: Mapping[int, StartedRank]) -> None:
+    """Wait until a run that saves every 20 steps has saved `steps` steps after its last save."""
+    wait_for((save / f"iter_{iteration(save) // 20 * 20 + steps:07d}").exists, runs)
+
+
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
 def test_a_lost_host(folder: Path, case: Loss) -> None:
     save, by_torchrun = folder / "save", case.words == UNDER_TORCHRUN
@@ -234,8 +238,7 @@ def test_a_lost_host(folder: Path, case: Loss) -> None:
             runs[2] = start(1)
             wait_for(lambda: runs[2].output.read_text().count("host node2: rank 1 of 2"), runs)
         if case.then in ("returns", "goes on"):
-            before = iteration(save)
-            wait_for(lambda: (save / f"iter_{before // 20 * 20 + 40:07d}").exists(), runs)
+            wait_for_save(save, 40, runs)
             hosts.kill(0, signal.SIGTERM)
             assert runs[0].end(60)[0] == 0
         else:
@@ -383,12 +386,10 @@ def test_a_partition_has_one_writer(folder: Path, case: Partition) -> None:
             stands_still = case.moment == "commit" and not case.locks
             if stands_still:
                 hosts.kill(0, signal.SIGSTOP)
-                before = iteration(save) // 20 * 20
-                wait_for(lambda: (save / f"iter_{before + 60:07d}").exists(), runs)
+                wait_for_save(save, 60, runs)
             (folder / "go").touch()
             hosts.kill(0, signal.SIGCONT)
-            before = iteration(save) // 20 * 20
-            wait_for(lambda: (save / f"iter_{before + 60:07d}").exists(), runs)
+            wait_for_save(save, 60, runs)
             if stands_still:
                 assert "now belongs to" in runs[0].output.read_text()
         finally:
