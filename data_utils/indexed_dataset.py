@@ -14,7 +14,7 @@ sequences. For S sequences and D - 1 documents, `.idx` is, in little-endian:
         i8[S]    modes, optional; not read
 
 nanoGPT's `.bin` holds only uint16 tokens. llm.c's has a header of 256 int32 (magic 20240520, version 1, number of
-tokens) and uint16 tokens. In both formats, a document ends with the end-of-document id.
+tokens) and uint16 tokens. In files of nanoGPT and llm.c, each document ends with the end-of-document id.
 
 The manifest `PREFIX.json` describes how a pair was made. Its entries are `inputs` (each file's name, bytes, lines and
 hashes), `tokenizer`, counts, and the sha256 of consecutive chunks of `.bin` and `.idx`. Chunks allow several workers to

@@ -72,8 +72,8 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
         array([1, 2, 0, 4, 3])
 
     A Feistel network permutes the numbers below a power of two. A position outside range(size) is permuted again until
-    it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes are
-    usual.
+    it is inside (cycle walking). This power of two is below 2 · size, except for the smallest sizes, so one or two
+    passes are usual.
 
     indices: int64 [k], in range(size).
     key: uint64 [k], one for each index, or [1], one for all indices.

@@ -1,10 +1,10 @@
 """Remove near-duplicates in four steps: signatures of every input, pairs, groups, removal.
 
-A document is treated as the set of its character 5-grams. The similarity of two documents is the Jaccard index
-J(A, B) = |A n B| / |A u B|. A sketch of t = 100 values estimates J: each value is equal in two sketches with
-probability J. All t values need only one hash per 5-gram (Dahlgaard, Knudsen, Thorup: Fast Similarity Sketching, 2017);
-MinHash needs t hashes. The hash selects a bin, and the minimum of each bin is a value. Empty bins are filled in further
-rounds with new hashes, so that a short document also has a full sketch.
+A document is treated as the set of its character 5-grams. The similarity of two documents is the Jaccard index J(A, B)
+= |A n B| / |A u B|. A sketch of t = 100 values estimates J: each value is equal in two sketches with probability J. A
+sketch needs only one hash per 5-gram (Dahlgaard, Knudsen, Thorup: Fast Similarity Sketching, 2017). MinHash would need
+t hashes. The hash selects a bin, and the minimum of each bin is a value. Empty bins are filled in further rounds with
+new hashes, so that a short document also has a full sketch.
 
 Documents are numbered through all inputs, in order. The first line of the files of pairs and groups is a table of the
 inputs (name, number of documents, sha256). remove_duplicates refuses an input that is not in the table.
