@@ -58,7 +58,7 @@ def tokenise(
     log: Log,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> tuple[IndexedDataset, str]:
-    """Return the tokens of the documents of `paths`, in order and each with an EOD at its end, and the key of the pair.
+    """Return the tokens of the documents of `paths`, in order, and the key of the pair. An EOD ends each document.
 
     The first process tokenises the files into the cache, and all other processes read the cache. Errors name a file or
     --data-cache-path.

@@ -196,7 +196,7 @@ def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
         ):
             yield cast(BinaryIO, file)
     except (OSError, EOFError, zlib.error) as error:
-        # An error with an errno is a failure of the operating system. The content is not damaged.
+        # An error with an errno is a failure of the operating system, not damaged content.
         if isinstance(error, OSError) and error.errno:
             raise
         raise ValueError(f"{path} is damaged: {error}") from None

@@ -22,7 +22,7 @@ from data_utils.corpora import (
 )
 
 MIN_SHARD_BYTES = 1 << 23
-MAX_SHARDS = 1024  # Approximate: for a large input `cut_into_shards` makes larger, not more shards.
+MAX_SHARDS = 1024  # About the most shards of an input. For a larger input, `cut_into_shards` makes larger shards.
 
 Record = Any  # A record is the bytes of a line, or an object.
 
@@ -40,7 +40,7 @@ class FileRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of bytes of the range."""
+        """The number of bytes of the file range."""
         return self.stop - self.start
 
 

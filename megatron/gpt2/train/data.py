@@ -132,7 +132,7 @@ class TrainingData:
         )
         checksums = gather_ints(self._checksum, self._context.device)
         for rank, checksum in enumerate(checksums):
-            first_rank = rank % ranks_per_stage // size * size  # the first rank of its model-parallel group
+            first_rank = rank % ranks_per_stage // size * size  # the first rank of the model-parallel group of `rank`
             if checksum != checksums[first_rank]:
                 raise DamagedData(
                     f"by iteration {iteration} rank {rank} has read different data than rank {first_rank} of its "
