@@ -484,7 +484,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
         (F, {"scaled_dot_product_attention": _attention(config, recorder.device)}),
         (random, {"_device": "cpu", "_tracker": random.RNGStatesTracker()}),
         (train_state, {"seed_random_streams": lambda *_: None, "choose_attention": lambda *_, **__: ""}),
-        (sys.modules["mpu.kernels.dropout"], {"_call_seeded_dropout": lambda x, *_: x.clone()}),
+        (sys.modules["mpu.kernels.dropout"], {"DROPOUT": lambda x, *_: x.clone()}),
         (attention, {"random_draws": _no_draws, "_blocks": _largest_block}),
     ]
     if recorder.device == "cpu":
