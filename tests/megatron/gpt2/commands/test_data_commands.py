@@ -132,6 +132,8 @@ def test_merging_checks_the_manifests(prefix: str, tmp_path: Path, capsys: pytes
     merger.main(f"--input {prefix} {prefix} --output-prefix {tmp_path}/twice".split())
     assert "40 documents and 4,970 tokens" in capsys.readouterr().out
     assert inspect.main([f"{tmp_path}/twice", "--verify"]) == 0
+    line = f"--input {ROOT}/tools --output-prefix {tmp_path}/x"
+    assert "holds no .idx" in error_line(lambda: merger.main(line.split()))
     whole = Path(f"{prefix}.bin").read_bytes()
     Path(f"{prefix}.bin").write_bytes(b"\x05" + whole[1:])
     with pytest.raises(ValueError, match="is damaged: its tokens do not match the hashes in its manifest"):
