@@ -58,8 +58,8 @@ def permutation_key(seed: int) -> np.ndarray:
 
 
 def _feistel_round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Mix half a number with a key. With only one multiplication, the difference of two outputs would be nearly
-    independent of the key."""
+    """Mix half of the bits of a number with a key. With only one multiplication, the difference of two outputs would be
+    nearly independent of the key."""
     half = (half ^ key) * np.uint64(0x9E3779B97F4A7C15)
     return ((half ^ (half >> 32)) * np.uint64(0xBF58476D1CE4E5B9)) >> 32
 

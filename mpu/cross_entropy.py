@@ -60,6 +60,9 @@ def loss_from_stats(stats: Tensor) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """logits [..., v/tp], target [...] -> loss [...]. Forward computes the gradient of the logits if it is needed, and
+    backward multiplies it by the gradient of the loss."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None, vocab_size: int, grad_enabled: bool

@@ -441,7 +441,8 @@ def machine_memory(entry: str) -> int | None:
 
 
 def user_cache_dir() -> Path:
-    """Return $XDG_CACHE_HOME/gpt2-model-parallel, or ~/.cache/gpt2-model-parallel. The folder may not exist.
+    """Return $XDG_CACHE_HOME/gpt2-model-parallel, or ~/.cache/gpt2-model-parallel. The function does not
+    create this folder.
 
     If the home does not exist or is not this user's, as in some containers, the folder is in a temporary folder that
     only this user can enter. Raises ValueError if another user has made or can change the folder.

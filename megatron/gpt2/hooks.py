@@ -105,7 +105,7 @@ class Hook:
     def numerics(self, device: torch.device) -> Numerics | None:
         """Return classes and functions with a fixed order of sums, which replace the usual ones, or None."""
 
-    # The methods below are called while the run trains:
+    # The methods below are called while the run trains, those of one step in this order:
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Called before the first step of a run, and after each rewind."""
@@ -120,13 +120,6 @@ class Hook:
     def on_step_end(self, trainer: Trainer) -> None:
         """Called after each step. `trainer.progress.iteration` already counts this step."""
 
-    def on_evaluate(self, trainer: Trainer) -> None:
-        """Called every --eval-interval iterations and at the end, before the validation loss is computed; also if
-        --eval-iters is 0."""
-
-    def on_save(self, trainer: Trainer) -> None:
-        """Called before a checkpoint is saved. With --keep-best also called after evaluations that save none."""
-
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
         """Called after each log line. Return further lines to print.
 
@@ -137,6 +130,13 @@ class Hook:
     def maybe_rewind(self, trainer: Trainer) -> bool:
         """Called after each step. Return whether this hook has called `Trainer.rewind`."""
         return False
+
+    def on_evaluate(self, trainer: Trainer) -> None:
+        """Called every --eval-interval iterations and at the end, before the validation loss is computed; also if
+        --eval-iters is 0."""
+
+    def on_save(self, trainer: Trainer) -> None:
+        """Called before a checkpoint is saved. With --keep-best also called after evaluations that save none."""
 
     def expected_memory(self, trainer: Trainer) -> ExpectedMemory | None:
         """Return the memory that the run is expected to need, or None."""

@@ -90,8 +90,9 @@ CPU = dataclasses.replace(
 def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
     """Return a rough time of a step.
 
-    A layer takes as long as its matrix products, the bytes of its other kernels and its all-reduces. If the host needs
-    longer to launch its kernels, this time counts. All stages wait for the stage that also computes the head.
+    The time of a layer is the time of its matrix products, of moving the bytes of its other kernels, and of its
+    all-reduces. If the host needs longer to launch the kernels, this longer time counts. All stages wait for the stage
+    that also computes the head.
     """
     config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
     assert model.vocab_size is not None

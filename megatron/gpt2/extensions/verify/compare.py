@@ -14,9 +14,9 @@ the size of the terms, so the scale is never below the root mean square.
 
 d   The number of layers before the tensor: 1 for the embeddings, 2 L + 1 for their gradient.
 n   The length of the longest sum whose order may change: max(f, s) in forward, and in backward also the vocabulary and
-    the tokens of the step. In 16 bits, products are summed in fp32 and only the results are rounded, so n is
-    LONGEST_16_BIT_SUM. Gradients of biases and layer norms are sums of rounded terms that nearly cancel, so for them n
-    stays the length of the sum.
+    the tokens of the step. In 16 bits, products are summed in fp32 and only the results are rounded. The length of
+    the sum then hardly matters, and n is a constant, LONGEST_16_BIT_SUM. Gradients of biases and layer norms are sums
+    of rounded terms that nearly cancel, so for them n stays the length of the sum.
 a   From the second step on, the error that AdamW adds. AdamW divides a gradient by its own size: if noise decides the
     sign of an element, rounding changes the update by the whole learning rate. With relative noise e, noise decides the
     sign of a fraction e of the elements, so the weights (root mean square σ) differ by Σ rate · √e / σ of their size.
@@ -289,7 +289,7 @@ class Comparison:
     mismatches: the tensors whose difference rounding does not explain, or of which not every element was computed once.
     total: the differences of all activations and gradients. Moments are left out because they also have the error of
         the gradient norm, and parameters because noise can change them by the learning rate.
-    found: `TraceComparer.findings` of each rank, possibly read from JSON.
+    found: `TraceComparer.findings` of each rank, as lists if they were read from JSON.
     """
 
     def __init__(self, found: Sequence[Sequence[Any]], trace: TensorTrace) -> None:

@@ -142,7 +142,7 @@ def write_index(folder: Path, metadata: Mapping[str, Any], findings: Sequence[Se
 
     Raises ValueError if a tensor is incomplete.
 
-    findings: `TraceWriter.findings` of each rank, possibly read from JSON.
+    findings: `TraceWriter.findings` of each rank, as lists if they were read from JSON.
     """
     entries: list[dict[str, Any]] = []
     counts: Counter[TensorKey] = Counter()
