@@ -113,25 +113,25 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # torch.compile cannot trace an asynchronous collective.
         overlap = not torch.compiler.is_compiling()
-        work = dx = d_weight = d_bias = None
+        gather_of_x = reduction_of_dx = dx = d_weight = d_bias = None
         if ctx.sequence_parallel:
-            x, work = all_gather_first_dim(x, ctx.group, async_op=overlap)
+            x, gather_of_x = all_gather_first_dim(x, ctx.group, async_op=overlap)
         if ctx.needs_input_grad[0]:
             dx = dy @ weight
-        if work is not None:
-            work.wait()
+        if gather_of_x is not None:
+            gather_of_x.wait()
         if dx is not None and ctx.group is not None:
             if ctx.sequence_parallel:
-                dx, work = reduce_scatter_first_dim(dx, ctx.group, async_op=overlap)
+                dx, reduction_of_dx = reduce_scatter_first_dim(dx, ctx.group, async_op=overlap)
             else:
-                work = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
+                reduction_of_dx = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
         dy = dy.reshape(-1, dy.size(-1))  # [..., o] -> [t, o]
         if ctx.needs_input_grad[1]:
             d_weight = ctx.weight_grad_fn(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., i] -> [t, i]
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum(dim=0)
-        if work is not None:
-            work.wait()
+        if reduction_of_dx is not None:
+            reduction_of_dx.wait()
         return dx, d_weight, d_bias, None, None, None
 
 

@@ -356,7 +356,13 @@ class FusedTransformerLayer(ParallelTransformerLayer):
 
     On a GPU, the layer calls the fused functions of `kernels/layer.py` between the matrix products. These functions
     read and write less memory than PyTorch's operators. The layer then returns `kernels.ResidualTerms`, which the first
-    kernel of the next layer adds. `kernels.hidden_states` returns the sum of the terms.
+    kernel of the next layer adds. `kernels.sum_terms` returns the sum of the terms. The bias of a linear layer is
+    added, and its gradient is computed, by the layer or by one of these functions:
+
+        linear layer                      adds the bias    computes its gradient
+        attention.query_key_value         the layer        `split_qkv`, or the layer with documents or dropout
+        attention.dense, dense_4h_to_h    `add_norm`       `add_norm`
+        mlp.dense_h_to_4h                 the layer        `gelu_with_bias_gradient`
 
     The base class's forward runs in generation, with selective recomputation, if torch's generators draw the masks of
     hidden dropout, and if `kernels.has_fused_layer` is false, because the fused functions do not support these cases.
@@ -372,15 +378,14 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         dropout_seeds: Tensor | None = None,
     ) -> Tensor | kernels.ResidualTerms:
         """See `ParallelTransformerLayer.forward`. `kernels.add_norm` ends a branch and starts the next one: it returns
-        x = x + dropout(branch + bias) and y = norm(x). `attention.dense` and `mlp.dense_4h_to_h` therefore leave out
-        their biases."""
+        x = x + dropout(branch + bias) and y = norm(x)."""
         terms = kernels.ResidualTerms(x) if isinstance(x, Tensor) else x
         dropout_p = self.hidden_dropout if self.training else 0.0
         is_unsupported = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
         attention, mlp = self.attention, self.mlp
         modules = self.input_layernorm, attention, self.post_attention_layernorm, mlp
         if is_unsupported or not kernels.has_fused_layer(terms.x) or any(map(_has_hooks, modules)):
-            return super().forward(kernels.hidden_states(x), packed_seq_params, attention_fn, dropout_seeds)
+            return super().forward(kernels.sum_terms(x), packed_seq_params, attention_fn, dropout_seeds)
         seeds = dropout_seeds if dropout_p > 0 else None
         first_position = attention.dense.first_position(terms.x)
 

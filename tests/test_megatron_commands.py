@@ -249,7 +249,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
     assert curriculum.optimizer.lr_decay_samples == 157286400000 // 16
     # This command line is for 16 ranks: tensor-parallel size 2, pipeline size 2, data-parallel size 4.
     pipeline = config("3D_parallelism_ds_pretrain_gpt2_pipe", "")
-    assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
+    assert pipeline.data_parallel_size(16) == 4 and pipeline.build_batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_virtual_stages()] == [12, 12]
     # Two scripts of early 2020 have a DeepSpeed file of the same name.
     (work / "ds_config.json").write_text(json.dumps(DEEPSPEED_FILES["ds_early_2020.json"]))

@@ -32,7 +32,7 @@ from mpu.kernels.cross_entropy import (
     vocab_parallel_softmax,
 )
 from mpu.kernels.dropout import seeded_dropout
-from mpu.kernels.layer import ResidualTerms, add_norm, gelu_with_bias_gradient, has_fused_layer, hidden_states
+from mpu.kernels.layer import ResidualTerms, add_norm, gelu_with_bias_gradient, has_fused_layer, sum_terms
 from mpu.kernels.linear import (
     linear_in_float32_blocks,
     matrix_vector_product,
@@ -58,12 +58,12 @@ __all__ = [
     "gelu_with_bias_gradient",
     "has_fused_layer",
     "has_seeded_attention",
-    "hidden_states",
     "linear_without_gradient",
     "rows_in_cache",
     "seeded_attention",
     "seeded_dropout",
     "softmax_by_rows",
+    "sum_terms",
     "uses_amx",
     "varlen_causal_attention",
     "vocab_parallel_softmax",

@@ -78,12 +78,14 @@ def add_norm(terms: ResidualTerms, norm: torch.nn.LayerNorm | None) -> tuple[Ten
     return out
 
 
-def hidden_states(x: Tensor | ResidualTerms) -> Tensor:
-    """Return the hidden states [s, b, h], as the sum of their terms if x is `ResidualTerms`."""
+def sum_terms(x: Tensor | ResidualTerms) -> Tensor:
+    """Return the hidden states [s, b, h]: x, or the sum of its terms if x is `ResidualTerms`."""
     return x if isinstance(x, Tensor) else add_norm(x, None)[0]
 
 
 class _Gelu(torch.autograd.Function):
+    """x [..., f], bias [f] -> gelu(x) [..., f]. Forward ignores the bias; backward returns its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
@@ -97,6 +99,8 @@ class _Gelu(torch.autograd.Function):
 
 
 class _SplitQKV(torch.autograd.Function):
+    """See `split_qkv`. Forward ignores the bias; backward returns its gradient."""
+
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         ctx.has_bias = bias is not None
@@ -109,6 +113,9 @@ class _SplitQKV(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
+    """See `add_norm`: x, branch [s, b, h] and vectors [h] -> out, y [s, b, h]. Forward saves `out` and the statistics
+    of its tokens. It does not save a dropout mask: backward computes the mask again from the seeds."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -117,10 +117,10 @@ class Arguments:
         with self._naming_sources():
             return Config.from_dict({section: self._values_of(section) for section in SECTIONS})
 
-    def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
-        """Return `Config.batch_schedule`. An error about a value of a DeepSpeed file names its key and the file."""
+    def build_batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
+        """See `Config.build_batch_schedule`. An error about a value of a DeepSpeed file names its key and the file."""
         with self._naming_sources():
-            return self.config.batch_schedule(world_size, consumed_samples)
+            return self.config.build_batch_schedule(world_size, consumed_samples)
 
     @contextlib.contextmanager
     def _naming_sources(self) -> Iterator[None]:

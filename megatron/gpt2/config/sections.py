@@ -786,7 +786,7 @@ class Config:
         )
         return world_size // (size * pipeline_size)
 
-    def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
+    def build_batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
         """Return the global batch sizes of a run with `world_size` ranks. Raises ValueError if the layout does not
         divide `world_size`, or if the ranks cannot share a batch that follows the first `consumed_samples` samples."""
         train, ranks = self.train, self.data_parallel_size(world_size)
@@ -826,14 +826,14 @@ class Config:
 
     def num_microbatches(self, world_size: int, consumed_samples: int = 0) -> int:
         """Return the number of micro-batches of each rank in a step with the final global batch size."""
-        batch = self.batch_schedule(world_size, consumed_samples).final
+        batch = self.build_batch_schedule(world_size, consumed_samples).final
         return batch // (self.train.micro_batch_size * self.data_parallel_size(world_size))
 
     def usable_ranks(self, ranks: int) -> int:
-        """Return the largest world size up to `ranks` for which `batch_schedule` raises no error, or 0."""
+        """Return the largest world size up to `ranks` for which `build_batch_schedule` raises no error, or 0."""
         for world_size in range(ranks, 0, -1):
             with contextlib.suppress(ValueError):
-                self.batch_schedule(world_size)
+                self.build_batch_schedule(world_size)
                 return world_size
         return 0
 

@@ -153,7 +153,7 @@ class TransformerBlock(nn.Module):
                 hidden = run(hidden)
         if self.activation_offload is not None:
             self.activation_offload.forward_ends()
-        x = kernels.hidden_states(hidden)
+        x = kernels.sum_terms(hidden)
         return self.final_layernorm(x) if layer_range.stop == len(self.layers) else x
 
     def _run_layers(
@@ -167,7 +167,7 @@ class TransformerBlock(nn.Module):
         for number in layer_numbers:
             attention_fn = functools.partial(cache.attend, self._layer_numbers.index(number)) if cache else None
             x = self.layers[number](x, packed_seq_params, attention_fn, dropout_seeds[number])
-        return kernels.hidden_states(x) if self._recomputes_layers else x
+        return kernels.sum_terms(x) if self._recomputes_layers else x
 
     @property
     def _recomputes_layers(self) -> bool:
@@ -348,8 +348,8 @@ class GPT2Model(nn.Module):
     def hidden_states(
         self, tokens: Tensor, positions: Tensor | None = None, cache: mpu.KeyValueCache | None = None
     ) -> Tensor:
-        """tokens [b, s] int64 -> the input of the head, [s, b, h], equal on every rank that has the head. Without
-        gradient. Every rank of the pipeline must call this method.
+        """tokens [b, s] int64 -> the input of the head, [s, b, h], equal on every rank that has the head. Call this
+        method with gradients disabled, on every rank of the pipeline.
 
         cache: stores the keys and values of earlier tokens.
         positions: the positions of the tokens in the cache's rows, [b, s] int64.
@@ -393,7 +393,7 @@ class GPT2Model(nn.Module):
         return mpu.linear_without_gradient(x, weight)
 
     def logits_on_every_stage(self, x: Tensor) -> Tensor:
-        """Hidden states [t, h] from `hidden_states` -> this rank's logits [t, v/tp]. Without gradient. Every rank of
+        """Hidden states [t, h] from `hidden_states` -> this rank's logits [t, v/tp], without gradient. Every rank of
         the pipeline must call this method."""
         return mpu.broadcast_from_last_stage(
             self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.tp_size)

@@ -128,11 +128,11 @@ class BucketReducer:
             # The tied weight has no `grad`: `TiedGradAccumulator` passes its gradients to the reducer.
             if parameter.grad is not None and reducer is not None:
                 gradient, parameter.grad = parameter.grad, None
-                reducer.collect(name, gradient)
+                reducer.add_and_count(name, gradient)
 
         return on_grad_accumulated
 
-    def collect(self, name: str, gradient: Tensor) -> None:
+    def add_and_count(self, name: str, gradient: Tensor) -> None:
         """Add and count a gradient that autograd has computed. On a GPU one launch adds several gradients, at the
         latest at the end of the backward pass."""
         if not gradient.is_cuda:
@@ -190,12 +190,20 @@ class BucketReducer:
 class ShardedGradReducer(BucketReducer):
     """--shard-gradients: ZeRO stage 2 (arXiv:1910.02054). The gradients of every micro-batch are sent, and each rank
     keeps only its shard of the sums. At most two whole buckets exist at a time: the bucket that backward fills, and the
-    previous one, which is being sent. Micro-batches must run their backward passes in order."""
+    previous one, which is being sent. Micro-batches must run their backward passes in order.
+
+    The base class treats each micro-batch as a step. For example, two buckets of two parameters and two micro-batches
+    give these states:
+
+        after                    _awaited     _sent                  _remaining_microbatches
+        begin(2)                 1 1 | 1 1                           2
+        half of micro-batch 0    0 0 | 1 1    bucket 0               2
+        micro-batch 0            1 1 | 1 1    (has received both)    1    (has called begin(1))
+        micro-batch 1            0 0 | 0 0    (has received both)    0    (has called begin(0))
+    """
 
     def begin(self, num_microbatches: int) -> None:
-        """Start a step. The base class treats each micro-batch as a step with one gradient per parameter. When all
-        buckets of a micro-batch are sent, `_send_ready` calls `begin` with the number of remaining micro-batches. After
-        `begin(0)` no gradient is awaited."""
+        """Start a step. After each micro-batch, `_send_ready` calls `begin` with the number of remaining ones."""
         self._remaining_microbatches, self._num_received = num_microbatches, 0
         super().begin(1 if num_microbatches else 0)
 

@@ -88,6 +88,28 @@ def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
     pending: list[P2PMessage] = []
     exchanged: set[P2PMessage | None] = {None}
 
+    def exchange_messages() -> None:
+        """Post each pending message whose two ranks are between two actions."""
+        for message in [m for m in pending if max(free_at[m.source], free_at[m.destination]) <= now]:
+            steps[message.source][next_step[message.source]].sends.append(message)
+            steps[message.destination][next_step[message.destination]].receives.append(message)
+            pending.remove(message)
+            exchanged.add(message)
+
+    def start_actions() -> None:
+        """Start the next action of each free rank that has the action's input, and add the result to `pending`."""
+        results = []
+        for rank in range(schedule.num_ranks):
+            action = steps[rank][next_step[rank]].action
+            if action is None or free_at[rank] > now or input_message(schedule, rank, action) not in exchanged:
+                continue
+            end = now + costs.duration(action.kind, schedule.splits_backward)
+            if not waits_for_partner(rank, end):
+                free_at[rank] = end
+                next_step[rank] += 1
+                results.append(output_message(schedule, rank, action))
+        pending.extend(filter(None, results))
+
     def waits_for_partner(rank: int, end: float) -> bool:
         """Return True if the next action of a busy partner needs a message from `rank`, and the partner would wait
         longer for `rank`, whose next action would last until `end`, than `rank` would wait for the partner."""
@@ -101,22 +123,8 @@ def build_p2p_schedule(schedule: PipelineSchedule) -> list[list[CommStep]]:
         return False
 
     while True:
-        for message in [m for m in pending if max(free_at[m.source], free_at[m.destination]) <= now]:
-            steps[message.source][next_step[message.source]].sends.append(message)
-            steps[message.destination][next_step[message.destination]].receives.append(message)
-            pending.remove(message)
-            exchanged.add(message)
-        results = []
-        for rank in range(schedule.num_ranks):
-            action = steps[rank][next_step[rank]].action
-            if action is None or free_at[rank] > now or input_message(schedule, rank, action) not in exchanged:
-                continue
-            end = now + costs.duration(action.kind, schedule.splits_backward)
-            if not waits_for_partner(rank, end):
-                free_at[rank] = end
-                next_step[rank] += 1
-                results.append(output_message(schedule, rank, action))
-        pending += filter(None, results)
+        exchange_messages()
+        start_actions()
         if max(free_at) <= now:
             return [of_rank if of_rank[-1].sends else of_rank[:-1] for of_rank in steps]
         now = min(time for time in free_at if time > now)

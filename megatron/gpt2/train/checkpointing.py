@@ -36,7 +36,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.resume_equivalence import resume_equivalence
-from megatron.gpt2.train.setup import RunContext, open_checkpoint, run_metadata
+from megatron.gpt2.train.setup import RunContext, open_saved_checkpoint, run_metadata
 from megatron.gpt2.train.train_state import Progress, TrainState, seed_random_streams
 from mpu import kernels
 
@@ -243,7 +243,7 @@ def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
     """Return the checkpoint that a program would load from the --save folder, or None if the folder has no complete
     checkpoint."""
     try:
-        return open_checkpoint(folder)
+        return open_saved_checkpoint(folder)
     except ValueError:
         return None
 

@@ -24,12 +24,12 @@ class SavedForBackward(NamedTuple):
     """The tensors that a model chunk stores between forward and backward of a micro-batch.
 
     hidden: the input from the previous chunk; None for the first chunk.
-    root: the loss, or the scalar of `_DeallocateOutput`. Backward starts from `root`.
+    backward_start: the scalar from which backward starts: the loss, or the result of `_DeallocateOutput`.
     received_gradient: the gradient of the output, after the next chunk has sent it.
     """
 
     hidden: Tensor | None
-    root: Tensor
+    backward_start: Tensor
     received_gradient: list[Tensor]
 
 
@@ -126,14 +126,14 @@ class ForwardBackward:
                 hidden = self._received.pop(("activation", virtual_stage, micro_batch)).wait().requires_grad_()
             arguments |= {"layer_range": self._state.model.layer_ranges[action.model_chunk], "hidden": hidden}
         with self._timers("forward"):
-            root = self._state.model(**arguments)
+            output = self._state.model(**arguments)
         received_gradient: list[Tensor] = []
         if virtual_stage == self._last_virtual_stage:
-            self._losses.append(root.detach())
+            self._losses.append(output.detach())
         else:
-            self._to_send["activation", virtual_stage + 1, micro_batch] = root.detach().contiguous()
-            root = _DeallocateOutput.apply(root, received_gradient)
-        saved = SavedForBackward(hidden, root, received_gradient)
+            self._to_send["activation", virtual_stage + 1, micro_batch] = output.detach().contiguous()
+            output = _DeallocateOutput.apply(output, received_gradient)
+        saved = SavedForBackward(hidden, output, received_gradient)
         self._saved_for_backward[action.model_chunk, micro_batch] = saved
 
     def _backward(self, action: Action) -> None:
@@ -144,7 +144,7 @@ class ForwardBackward:
         if virtual_stage < self._last_virtual_stage:
             saved.received_gradient.append(self._received.pop(("gradient", virtual_stage, micro_batch)).wait())
         with self._timers("backward"):
-            saved.root.backward()
+            saved.backward_start.backward()
         if saved.hidden is not None:
             assert saved.hidden.grad is not None
             self._to_send["gradient", virtual_stage - 1, micro_batch] = saved.hidden.grad

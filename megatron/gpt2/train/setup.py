@@ -157,7 +157,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     resume_metadata = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = resume_metadata.get("iteration", 0), resume_metadata.get("consumed_samples", 0)
     # Before the text is tokenised, raise ValueError if the batch size does not fit the ranks.
-    batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
+    batch_schedule = arguments.build_batch_schedule(rank_info.world_size, consumed_samples)
 
     tokenizer, splits = _prepare_data(arguments, checkpoint, log)
     config = dataclasses.replace(
@@ -290,30 +290,28 @@ def _resolve_checkpoint(
         require_native_format(
             options.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_saved_checkpoint(source)
     # Find the checkpoint that an earlier start of this command saved, and its folder.
     own_checkpoint, own_folder = None, save
     if source != save:
-        own_checkpoint = open_checkpoint(save)
+        own_checkpoint = open_saved_checkpoint(save)
     elif not options.finetune:
         own_checkpoint = checkpoint
     if options.local_checkpoint_dir is not None:
         newest = own_checkpoint.iteration if own_checkpoint is not None else 0
         if local_folder := assemble_local_checkpoint(save, options.local_checkpoint_dir, newest, rank_info, log):
-            own_checkpoint, own_folder = open_checkpoint(local_folder), str(local_folder)
-    if (
-        own_checkpoint is not None
-        and (own_folder, source) != (save, save)
-        and (options.finetune or checkpoint is None or own_checkpoint.iteration > checkpoint.iteration)
-    ):
-        values = {**arguments.values, "checkpoint.finetune": False}
-        if source != save:
-            log(
-                f"--save {save} already holds iteration {own_checkpoint.iteration} of this run, which is continued; "
-                f"a different --save starts from {source} again"
-            )
-            values["checkpoint.load"] = save
-        return dataclasses.replace(arguments, values=values), own_checkpoint, own_folder
+            own_checkpoint, own_folder = open_saved_checkpoint(local_folder), str(local_folder)
+    if own_checkpoint is not None and own_checkpoint is not checkpoint:
+        is_newer = checkpoint is None or own_checkpoint.iteration > checkpoint.iteration
+        if is_newer or options.finetune:
+            values = {**arguments.values, "checkpoint.finetune": False}
+            if source != save:
+                log(
+                    f"--save {save} already holds iteration {own_checkpoint.iteration} of this run, which is "
+                    f"continued; a different --save starts from {source} again"
+                )
+                values["checkpoint.load"] = save
+            return dataclasses.replace(arguments, values=values), own_checkpoint, own_folder
     if checkpoint is None and options.load is not None:
         require(
             source == save and not options.finetune and not options.exit_on_missing_checkpoint,
@@ -324,7 +322,7 @@ def _resolve_checkpoint(
     return arguments, checkpoint, source if checkpoint is not None else None
 
 
-def open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
+def open_saved_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
     """Return the checkpoint that `find_checkpoint` finds in `folder`, or None. Warnings are not printed, because
     `load_checkpoint` prints them later."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)

@@ -30,7 +30,7 @@ class Layers(torch.nn.ModuleList):
     def forward(self, x: Any, dropout_seeds: Tensor | None) -> Tensor:
         for layer, seeds in zip(self, (None, None) if dropout_seeds is None else dropout_seeds, strict=True):
             x = layer(x, dropout_seeds=seeds)
-        return kernels.hidden_states(x)
+        return kernels.sum_terms(x)
 
 
 def build_layers(config: mpu.TransformerConfig) -> tuple[Layers, Layers]:

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(rest)
     world_size = launch.world_size or (launch.nproc_per_node or 1) * launch.nnodes
     require(world_size > 1, "give the number of ranks: --nproc-per-node, with --nnodes for several machines")
-    arguments.batch_schedule(world_size)  # `batch_schedule` raises ValueError if the layout does not fit.
+    arguments.build_batch_schedule(world_size)  # `build_batch_schedule` raises ValueError if the layout does not fit.
     torch.set_num_threads(1)
     records = record_layout(arguments, world_size)
     story, error = prove(records), next(filter(None, (one.error for one in records)), None)

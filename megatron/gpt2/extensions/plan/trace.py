@@ -524,7 +524,7 @@ def trace_step(config: Config, *, rank: int, world_size: int, device: str, dtype
         tokenizer=types.SimpleNamespace(eod=0),  # type: ignore[arg-type]
         splits=None,  # type: ignore[arg-type]
         source=None,
-        batch_schedule=config.batch_schedule(world_size),
+        batch_schedule=config.build_batch_schedule(world_size),
         train_iters=1,
         resume_metadata={"consumed_samples": 0},
         hooks=hooks,

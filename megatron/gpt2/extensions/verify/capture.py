@@ -134,7 +134,7 @@ class Capture(Hook):
 
     def _capture_compiled(self, compiled: Any, number: int) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
-            out = kernels.hidden_states(compiled(*args, **kwargs))
+            out = kernels.sum_terms(compiled(*args, **kwargs))
             self._capture(f"transformer.layers.{number}", first_index(number + 1) - 1, out)
             return out
 

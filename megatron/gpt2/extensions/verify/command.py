@@ -164,7 +164,7 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
                 f"--nproc-per-node {world_size} is not the model-parallel size {mp} × --data-parallel-size {dp}",
             )
         require(world_size % mp == 0, f"--nproc-per-node {world_size} is not divisible by the model-parallel size {mp}")
-        samples = arguments.config.batch_schedule(world_size).final
+        samples = arguments.config.build_batch_schedule(world_size).final
     except ValueError as error:
         raise ValueError(f"--layout {flags!r}: {error}") from error
     require(

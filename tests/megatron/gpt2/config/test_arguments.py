@@ -196,7 +196,7 @@ def test_ignored_flags_are_noted_once():
     }.items(),
 )
 def test_errors_are_one_line_that_names_the_flag(line, message):
-    assert message in error_line(lambda: read(line).config.batch_schedule(2))
+    assert message in error_line(lambda: read(line).config.build_batch_schedule(2))
 
 
 @pytest.mark.parametrize(
@@ -394,14 +394,14 @@ RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8 --micro-batch-size"
 )
 def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
     config = read(f"--micro-batch-size 2 --seq-length 32 {flags}").config
-    assert config.batch_schedule(2) == BatchSchedule(stages)
+    assert config.build_batch_schedule(2) == BatchSchedule(stages)
 
 
 def test_past_batch_sizes_may_be_too_small_for_more_ranks():
     config = read(RAMP + " 2").config
-    assert config.batch_schedule(4, consumed_samples=12).final == 8
+    assert config.build_batch_schedule(4, consumed_samples=12).final == 8
     with pytest.raises(ValueError, match="4 is not divisible"):
-        config.batch_schedule(4, consumed_samples=8)
+        config.build_batch_schedule(4, consumed_samples=8)
 
 
 def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path):
@@ -411,7 +411,7 @@ def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path
         ("--step-batch-size-schedule 0:16", ((0, 16),)),
         ("--rampup-batch-size", ((0, 8),)),
     ):
-        schedule = read(f"--config {tmp_path}/config.json {flags}").config.batch_schedule(1)
+        schedule = read(f"--config {tmp_path}/config.json {flags}").config.build_batch_schedule(1)
         assert schedule.milestones == stages
 
 

@@ -193,9 +193,9 @@ def test_a_missing_file_is_reported_with_the_other_errors():
 def test_a_batch_size_of_the_file_is_named_by_its_key(tmp_path: Path):
     flags = "--gas 2 --micro-batch-size 1".split()
     arguments = read(tmp_path, '{"train_batch_size": 256}', *flags)
-    assert arguments.batch_schedule(128).final == 256
+    assert arguments.build_batch_schedule(128).final == 256
     with pytest.raises(ValueError) as error:
-        arguments.batch_schedule(1)
+        arguments.build_batch_schedule(1)
     assert str(error.value).startswith(
         f"train_batch_size in {tmp_path / 'ds.json'} 256 is not --micro-batch-size 1 × 1 "
     )

@@ -128,7 +128,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_unsupported_flags_end_in_one_line(flags: str) -> None:
-    said = error_line(lambda: parse(f"{FLAGS}{flags}".split()).config.batch_schedule(3))
+    said = error_line(lambda: parse(f"{FLAGS}{flags}".split()).config.build_batch_schedule(3))
     assert said.startswith(REFUSED[flags])
 
 
