@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -55,40 +54,65 @@ def story_of(
 # --- layouts
 
 
-def layouts() -> Iterator[tuple[str, int]]:
-    """Yield the flags and the number of ranks of layouts with 2 to 16 ranks."""
-    draw = random.Random(0)
-    for tensor, pipeline, replicas in itertools.product((1, 2, 4, 8), repeat=3):
-        if 2 <= tensor * pipeline * replicas <= 16:
-            schedule = draw.choice(("1f1b", "zero-bubble", "interleaved")) if pipeline > 1 else "1f1b"
-            more = "--num-virtual-stages-per-pipeline-rank 2 " * (schedule == "interleaved")
-            more += draw.choice(("", SHARDED, SHARDED if pipeline > 1 else f"{SHARDED} --shard-gradients"))
-            more += " --sequence-parallel" * (tensor > 1 and draw.random() < 0.5)
-            yield (
-                (
-                    f"--model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} --pipeline-schedule "
-                    f"{schedule} {more} --num-layers {max(2, 2 * pipeline)} "
-                    f"--global-batch-size {draw.choice((1, 3, 4)) * replicas}"
-                ),
-                tensor * pipeline * replicas,
-            )
+class Layout(NamedTuple):
+    tensor: int
+    pipeline: int
+    data: int
+    schedule: str
+    sharding: str
+    sequence: str
+    micro_batches: int
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def is_possible(self) -> bool:
+        return (
+            2 <= self.world_size <= 64
+            and (self.pipeline > 1 or self.schedule == "1f1b")
+            and not (self.pipeline > 1 and "gradients" in self.sharding)
+            and (self.tensor > 1 or not self.sequence)
+        )
+
+    @property
+    def flags(self) -> str:
+        virtual = "--num-virtual-stages-per-pipeline-rank 2" if self.schedule == "interleaved" else ""
+        return (
+            f"--model-parallel-size {self.tensor} --pipeline-model-parallel-size {self.pipeline} --pipeline-schedule "
+            f"{self.schedule} {virtual} {self.sharding} {self.sequence} --num-layers {max(2, 2 * self.pipeline)} "
+            f"--global-batch-size {self.micro_batches * self.data}"
+        )
+
+
+def covering_layouts() -> list[Layout]:
+    """Return layouts in which each possible pair of values occurs, preferably with few ranks."""
+    sharding = ("", SHARDED, f"{SHARDED} --shard-gradients")
+    sizes, schedules, sequence = (1, 2, 4, 8), ("1f1b", "interleaved", "zero-bubble"), ("", "--sequence-parallel")
+    every = itertools.product(sizes, sizes, (*sizes, 16), schedules, sharding, sequence, (1, 3, 4))
+    possible = (layout for layout in map(Layout._make, every) if layout.is_possible)
+    left = {layout: set(itertools.combinations(enumerate(layout), 2)) for layout in possible}
+    chosen = []
+    while any(left.values()):
+        chosen.append(best := max(left, key=lambda layout: len(left[layout]) / layout.world_size))
+        covered = set(left[best])
+        for pairs in left.values():
+            pairs -= covered
+    return chosen
 
 
 @pytest.mark.parametrize(
     "flags, world_size",
     [
-        (
-            "--model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble "
-            "--sequence-parallel --global-batch-size 3",
-            4,
-        ),
-        ("--model-parallel-size 2 --global-batch-size 6", 4),
-        (f"{SHARDED} --shard-gradients --global-batch-size 6", 2),
+        (Layout(2, 2, 1, "zero-bubble", "", "--sequence-parallel", 3).flags, 4),
+        (Layout(2, 1, 2, "1f1b", "", "", 3).flags, 4),
+        (Layout(1, 1, 2, "1f1b", f"{SHARDED} --shard-gradients", "", 3).flags, 2),
         *(
             # A layout of more than 8 ranks takes 10 to 25 s of one core.
             pytest.param(flags, world_size, marks=pytest.mark.wide if world_size <= 8 else pytest.mark.slow)
             for flags, world_size in (
-                *layouts(),
+                *((layout.flags, layout.world_size) for layout in covering_layouts()),
                 ("--model-parallel-size 2 --exact-layouts 2 --dropout-rng counter --global-batch-size 4", 4),
                 ("--keep-best --async-save --eod-mask-loss --check-replicas-interval 1 --log-straggler", 2),
                 ("--model-parallel-size 2 --recompute-granularity full --partition-activations", 4),
