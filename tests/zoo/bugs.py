@@ -45,7 +45,7 @@ Plant = Callable[[Patch], object]
 DATA_PARALLEL = "--micro-batch-size 2"
 RECOMPUTED = DATA_PARALLEL + " --recompute-granularity full"
 MICRO_BATCHES = "--micro-batch-size 1 --pipeline-model-parallel-size 2"
-EOD_MASK = "--eod-mask-loss"  # Layouts with this flag are compared with a reference run that has it, too.
+EOD_MASK = "--eod-mask-loss"  # A layout with this flag is compared with a reference run that also has the flag.
 LAST = "gradient of transformer.final_layernorm.bias"
 
 
