@@ -241,7 +241,10 @@ FAULTS = {
         changed(bucket_reducer, "all_gather_single", without_wait), REDUCER, "work = all_gather_single", SHARDED
     ),
     "missed wait for dX": Fault(
-        changed(dist, "all_reduce", without_wait_for_floats), "mpu/layers.py", "work = dist.all_reduce(dx", TENSOR
+        changed(dist, "all_reduce", without_wait_for_floats),
+        "mpu/layers.py",
+        "reduction_of_dx = dist.all_reduce(dx",
+        TENSOR,
     ),
     "missed wait for a sequence": Fault(
         changed(mappings, "all_gather_single", without_wait),
