@@ -99,7 +99,7 @@ def build_loader(workload: Workload) -> BatchLoader:
     """Build the loader of the other programs. The loader yields our program's samples in our order, int64 [accumulation
     · b, s + 1]."""
 
-    def finish(batch: np.ndarray, samples: np.ndarray) -> Tensor:
+    def finish(batch: np.ndarray, sample_ids: np.ndarray) -> Tensor:
         host = torch.from_numpy(batch)
         return host.pin_memory() if workload.device == "cuda" else host
 

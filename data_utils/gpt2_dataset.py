@@ -193,15 +193,15 @@ class BlendedDataset:
     def __len__(self) -> int:
         return self._len
 
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
-        blocks, positions = np.divmod(numbers, BLEND_BLOCK)
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """Return the samples of `indices` [k] as int64 [k, seq_length + 1]."""
+        blocks, positions = np.divmod(indices, BLEND_BLOCK)
         components = self._component[positions]
-        numbers_in_component = blocks * self._counts[components] + self._before[positions]
-        rows = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
+        component_sample_ids = blocks * self._counts[components] + self._before[positions]
+        rows = np.empty((len(indices), self.seq_length + 1), dtype=np.int64)
         for index, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):
             from_component = components == index
-            rows[from_component] = component.rows(order(numbers_in_component[from_component]))
+            rows[from_component] = component.rows(order(component_sample_ids[from_component]))
         return rows
 
 
@@ -249,11 +249,11 @@ class MegatronOrderDataset:
     def __len__(self) -> int:
         return len(self._shuffle)
 
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """Return the samples of `indices` [k] as int64 [k, seq_length + 1]."""
         tokens, size = self._dataset.tokens, self.seq_length + 1
-        rows = np.empty((len(numbers), size), dtype=tokens.dtype)
-        for row, sample in zip(rows, self._shuffle[numbers % len(self)].tolist(), strict=True):
+        rows = np.empty((len(indices), size), dtype=tokens.dtype)
+        for row, sample in zip(rows, self._shuffle[indices % len(self)].tolist(), strict=True):
             start, filled = sample * self.seq_length, 0
             position = int(np.searchsorted(self._ends, start, "right"))
             while filled < size:

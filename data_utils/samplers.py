@@ -1,12 +1,13 @@
 """The order of samples, the batch size of each step, and data loaders.
 
-The order depends only on the seed, the epoch and the global sample number. In a step, each of `data_parallel_size`
-ranks takes n micro-batches. Micro-batch k of rank r holds the global samples
+A sample id is the number of a training sample in the run. The order depends only on the seed, the epoch and the sample
+id. In a step, each of `data_parallel_size` ranks takes n micro-batches. Micro-batch k of rank r has these sample ids:
 
-    consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size)    the ranks take turns
-    consumed + (r · n + k) · micro_batch_size + [0, micro_batch_size)                     `contiguous`
+    first + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size)    the ranks take turns
+    first + (r · n + k) · micro_batch_size + [0, micro_batch_size)                     `contiguous`
 
-so that a global batch contains the same samples in every layout.
+`first` is the number of samples that the run has consumed or skipped before the step. A global batch therefore contains
+the same samples in every layout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROUNDS = 6
 PERMUTED_AT_ONCE = 1024
 END_OF_RUN = 1 << 62  # a number of samples that no run reaches
 
-# a function from global sample numbers, int64 [k], to indices in a dataset, int64 [k]
+# a function from sample ids, int64 [k], to indices in a dataset, int64 [k]
 Order = Callable[[np.ndarray], np.ndarray]
 
 
@@ -97,18 +98,18 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 class SampleOrder:
-    """Maps global sample numbers to indices of a dataset of `size` samples, with a new permutation in every epoch."""
+    """Maps sample ids to indices of a dataset of `size` samples, with a new permutation in every epoch."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         assert size > 0
         self.size, self.shuffle = size, shuffle
         self._key = permutation_key(seed)
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        epochs, indices = np.divmod(numbers, self.size)
+    def __call__(self, sample_ids: np.ndarray) -> np.ndarray:
+        epochs, indices = np.divmod(sample_ids, self.size)
         if not self.shuffle:
             return indices
-        if len(epochs) and epochs[0] == epochs[-1]:  # The numbers are in ascending order.
+        if len(epochs) and epochs[0] == epochs[-1]:  # The ids are in ascending order.
             epochs = epochs[:1]
         return permute(indices, self.size, self._key ^ epochs.astype(np.uint64))
 
@@ -197,12 +198,13 @@ def micro_batch_starts(
 
 
 class BatchLoader:
-    """Iterates without end over one data-parallel rank's samples of each step, from `consumed_samples` on.
+    """Iterates without end over one data-parallel rank's samples of each step, after the first `consumed_samples` +
+    `skipped_samples` samples of the run.
 
-    schedule: the global batch sizes, multiples of micro_batch_size · data_parallel_size.
+    schedule: the global batch sizes, multiples of micro_batch_size · data_parallel_size, by consumed samples.
     contiguous: the micro-batches of a rank are contiguous; otherwise the ranks take turns.
     collate_fn: receives this rank's b samples of a step, int64 [b, seq_length + 1], in the order of micro-batches, and
-        their global numbers, int64 [b]. `next` returns the result of `collate_fn`, by default the samples.
+        their sample ids, int64 [b]. `next` returns the result of `collate_fn`, by default the samples.
 
     A thread prepares `prefetch` steps ahead and calls `collate_fn`. If `prefetch` is 0, `next` prepares each step.
     `next` raises the thread's errors.
@@ -218,13 +220,14 @@ class BatchLoader:
         data_parallel_rank: int,
         data_parallel_size: int,
         consumed_samples: int = 0,
+        skipped_samples: int = 0,
         prefetch: int = 2,
         contiguous: bool = False,
-        collate_fn: Callable[[np.ndarray, np.ndarray], Any] = lambda batch, numbers: batch,
+        collate_fn: Callable[[np.ndarray, np.ndarray], Any] = lambda token_ids, sample_ids: token_ids,
     ) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._dataset, self._order, self._collate_fn = dataset, order, collate_fn
-        self._schedule, self._next = schedule, consumed_samples
+        self._schedule, self._next, self._skipped = schedule, consumed_samples, skipped_samples
         self._micro_batch_size, self._rank, self._ranks = micro_batch_size, data_parallel_rank, data_parallel_size
         self._contiguous = contiguous
         self._ordered: deque[np.ndarray] = deque()  # the indices of the samples of the next steps
@@ -255,11 +258,12 @@ class BatchLoader:
         """Prepare the step that begins after `consumed` samples."""
         size, micro = self._schedule.size(consumed), self._micro_batch_size
         starts = micro_batch_starts(size, micro, self._rank, self._ranks, contiguous=self._contiguous)
-        offsets = (starts[:, None] + np.arange(micro)).ravel()  # the offsets of the rank's samples within a step
+        # the sample ids of this rank, relative to the consumed samples
+        offsets = self._skipped + (starts[:, None] + np.arange(micro)).ravel()
         if not self._ordered:  # Permute the samples of many equal steps at once.
             steps = next(self._schedule.spans(consumed))[: -(-PERMUTED_AT_ONCE // len(offsets))]
-            numbers = (np.array(steps)[:, None] + offsets).ravel()
-            self._ordered.extend(self._order(numbers).reshape(len(steps), -1))
+            sample_ids = (np.array(steps)[:, None] + offsets).ravel()
+            self._ordered.extend(self._order(sample_ids).reshape(len(steps), -1))
         return self._collate_fn(self._dataset.rows(self._ordered.popleft()), consumed + offsets)
 
 

@@ -24,7 +24,7 @@ class Batch:
 
     tokens, labels: [b, s] int64.
     mask: [b, s] float32, 0 for tokens without a loss.
-    sample_ids: [b] int64, the index of each sample in the run; None in an evaluation.
+    sample_ids: [b] int64, the number of each sample in the run; None in an evaluation.
     positions: [b, s] int64 with --reset-position-ids, otherwise None.
     host_tokens: [b, s] int64 on the host, the tokens with -1 for padding; None without --reset-attention-mask.
     eod: the token that ends a document.
@@ -82,26 +82,24 @@ class TrainingData:
         self.loader.close()
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
-    def _read_from(self, consumed_samples: int, skipped: int) -> BatchLoader:
-        """Return a loader for this rank that begins after the first `consumed_samples` + `skipped` samples of the
-        run."""
+    def _read_from(self, consumed_samples: int, skipped_samples: int) -> BatchLoader:
+        """Return a loader for this rank that begins after the first `consumed_samples` + `skipped_samples` samples of
+        the run."""
         config, parallel, schedule = self._context.config, self._parallel, self._context.batch_schedule
-        count = schedule.samples_after_steps(self._context.train_iters) + skipped
+        count = schedule.samples_after_steps(self._context.train_iters) + skipped_samples
         samples, order = self.splits.training_samples(config.train.seed, count)
         return BatchLoader(
             samples,
-            lambda indices: order(indices + skipped),
+            order,
             micro_batch_size=config.train.micro_batch_size,
             schedule=schedule,
             data_parallel_rank=parallel.data_parallel_rank,
             data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples,
+            skipped_samples=skipped_samples,
             prefetch=config.data.num_workers,
             contiguous=self._context.numerics.contiguous_samples,
-            collate_fn=lambda token_ids, indices: (
-                self.to_host_tensor(token_ids),
-                self.to_host_tensor(indices + skipped),
-            ),
+            collate_fn=lambda token_ids, sample_ids: (self.to_host_tensor(token_ids), self.to_host_tensor(sample_ids)),
         )
 
     def to_device(self, token_ids: Tensor, sample_ids: Tensor | None = None) -> Batch:
