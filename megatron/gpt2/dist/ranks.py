@@ -171,7 +171,8 @@ class Heartbeat(threading.Thread):
         # has been silent for longer, because this rank is then the cause.
         end = time.monotonic() + LOST_TIMEOUT + HEARTBEAT_INTERVAL
         while (
-            time.monotonic() < end
+            # A heartbeat without an answer yet shows whether the store answers at all.
+            (time.monotonic() < end or self._waiting_since < math.inf)
             and self.published_lost is None
             and not self.lost_ranks(LOST_TIMEOUT + HEARTBEAT_INTERVAL)
         ):

@@ -312,12 +312,19 @@ class NodeAgent(LocalElasticAgent):
     def _rendezvous(self, group: Any) -> None:
         """Learn which machines take part in the round, and set the store's address for the ranks. Without --elastic,
         raise MissingRanksError if a machine is missing."""
-        if self._stop_signal:
-            raise SystemExit
-        super()._rendezvous(group)
-        launch, store, count = self.launch, group.store, group.group_world_size
-        store.set(f"machine/{group.group_rank}", json.dumps([launch.rank, launch.host, self._attempt]))
-        machines = [json.loads(store.get(f"machine/{index}")) for index in range(count)]
+        launch, machines = self.launch, None
+        while machines is None:
+            if self._stop_signal:
+                raise SystemExit
+            try:
+                super()._rendezvous(group)
+                group.store.set(f"machine/{group.group_rank}", json.dumps([launch.rank, launch.host, self._attempt]))
+                count = group.group_world_size
+                machines = [json.loads(group.store.get(f"machine/{index}")) for index in range(count)]
+            except dist.DistStoreError:
+                print_status("a machine was lost before it started its ranks: all machines join again", "restart")
+            except dist.DistNetworkError as error:
+                raise RendezvousError from error
         hosts = {first + local: host for first, host, _ in machines for local in range(launch.ranks_to_start)}
         if len(hosts) < launch.world_size and not launch.elastic:
             raise MissingRanksError(describe_missing(hosts, launch.world_size, launch))

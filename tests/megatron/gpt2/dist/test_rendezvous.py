@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from megatron.gpt2.commands import generate_text, pretrain_gpt2
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import choose_device
 from megatron.gpt2.dist import ranks as ranks_module
-from megatron.gpt2.dist import rendezvous
+from megatron.gpt2.dist import rendezvous, run_program
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.ranks import (
     POLL_INTERVAL,
@@ -121,6 +123,39 @@ def test_missing_ranks_are_named() -> None:
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     start_ranks(lambda words: 0, [], dataclasses.replace(launch, timeout=60))
     assert time.monotonic() < begin + 20, "SIGTERM does not end the wait for the other machine"
+
+
+def no_program(words: Sequence[str]) -> int:
+    return 0
+
+
+def start_node(place: str, rank: int, dies: bool) -> None:
+    """Start a launcher with one rank. If `dies` is set, the launcher dies after it has joined the rendezvous."""
+    if dies:
+        join = run_program.NodeRendezvous.next_rendezvous
+
+        def join_and_die(handler: run_program.NodeRendezvous) -> None:
+            join(handler)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        run_program.NodeRendezvous.next_rendezvous = join_and_die  # type: ignore[assignment,method-assign]
+    launch = Launch(rank, 2, (0, 1), init_method=place, host=f"host{rank}", ranks_to_start=1, timeout=5)
+    sys.exit(start_ranks(no_program, [], launch))
+
+
+@pytest.mark.wide
+def test_a_machine_is_lost_between_joining_and_starting_ranks() -> None:
+    """The other machine joins again and finds the lost machine, which has returned."""
+    place = f"tcp://localhost:{free_port()}"
+    nodes = [CONTEXT.Process(target=start_node, args=(place, rank, rank == 1)) for rank in range(2)]
+    for node in nodes:
+        node.start()
+    nodes[1].join(60)
+    nodes.append(CONTEXT.Process(target=start_node, args=(place, 1, False)))
+    nodes[2].start()
+    for node in nodes:
+        node.join(120)
+    assert [node.exitcode for node in nodes] == [0, -signal.SIGKILL, 0]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +332,25 @@ def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert describe_lost({1: None, 2: 60.2}, {}) == "rank 2 sent no heartbeat for 60 s and rank 1 left"
     for one in met[1:]:
         one.leave(4)
+
+
+def test_a_store_that_no_longer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a collective has failed, the machine that serves the store is suspended. Rank 0, on this machine, is
+    lost."""
+    for name, seconds in (("HEARTBEAT_INTERVAL", 0.1), ("LOST_TIMEOUT", 0.5)):
+        monkeypatch.setattr(ranks_module, name, seconds)
+    beats, answers = itertools.count(), threading.Event()
+    answers.set()
+    store: Any = SimpleNamespace(
+        set=lambda key, value: answers.wait(20),
+        check=lambda keys: False,
+        multi_get=lambda keys: [b"%d" % next(beats) for _ in keys],
+    )
+    heartbeat = ranks_module.Heartbeat(store, 1, {0: "a", 1: "b"}, is_first_on_node=True)
+    threading.Timer(0.3, answers.clear).start()
+    assert list(heartbeat.wait_for_lost_ranks()) == [0]
+    answers.set()
+    heartbeat.stop()
 
 
 @pytest.mark.parametrize(
