@@ -360,7 +360,7 @@ class FusedTransformerLayer(ParallelTransformerLayer):
     added, and its gradient is computed, by the layer or by one of these functions:
 
         linear layer                      adds the bias    computes its gradient
-        attention.query_key_value         the layer        `split_qkv`, or the layer with documents or dropout
+        attention.query_key_value         the layer        `split_qkv`; with documents or attention dropout, the layer
         attention.dense, dense_4h_to_h    `add_norm`       `add_norm`
         mlp.dense_h_to_4h                 the layer        `gelu_with_bias_gradient`
 
@@ -390,6 +390,7 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         first_position = attention.dense.first_position(terms.x)
 
         x, y = kernels.add_norm(terms, self.input_layernorm)
+        # `causal_attention`, which runs in this case, computes the gradient of the bias with `split_qkv`.
         attention_sums_bias_grad = packed_seq_params is None and not (self.training and attention.attention_dropout > 0)
         qkv = attention.split_heads(attention.query_key_value(y, bias_gradient=not attention_sums_bias_grad))
         bias = attention.query_key_value.bias if attention_sums_bias_grad else None

@@ -143,7 +143,7 @@ class CheckpointManager:
             self._local.remove()
 
     def close(self) -> None:
-        """Wait for a pending save of this rank, without other ranks, and let other runs use the --save folder."""
+        """Wait for a pending save (`Saver.close`), without collectives. Let other runs use the --save folder."""
         self._saver.close()
         if self._lease is not None:
             self._lease.release()

@@ -139,7 +139,7 @@ class DelayedScalarReader:
 
 
 class IterationLogger:
-    """Writes a log line every --log-interval iterations. Between log lines the host only waits for a value that is
+    """Writes a log line every --log-interval iterations. Between log lines the logger only waits for a value that is
     READ_DELAY steps old."""
 
     def __init__(self, trainer: Trainer) -> None:

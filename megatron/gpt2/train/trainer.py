@@ -114,8 +114,8 @@ class Trainer:
 
     def close(self) -> None:
         """Stop the threads of the run, unlock the --save folder, and restore signal handlers and torch's settings. The
-        method is called after the last step or an error. It calls no collective, but rank 0 may wait GRACE_SECONDS for
-        the files of a pending save."""
+        method is called after the last step or an error. It calls no collective. It waits for a pending save, and on
+        rank 0 at most GRACE_SECONDS for files of other ranks."""
         self.hooks.call(Hook.on_train_end, self)
         self.data.loader.close()
         self.checkpoints.close()
