@@ -304,7 +304,7 @@ def _run_stages(
     lanes = [Lane(stage, launch, spans if record else None) for stage in range(pp)]
 
     def shared(lane: Lane) -> float:
-        """Return the factor by which the other active stages of the node slow a stage."""
+        """Return the factor by which a stage becomes slower because other stages of its node compute."""
         near = [other for other in lanes if node_of(other.stage) == node_of(lane.stage)]
         return max(1.0, cluster.ranks_per_core * sum(other.is_active(lane.now) for other in near) / len(near))
 
