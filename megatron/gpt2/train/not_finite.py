@@ -90,7 +90,7 @@ def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
             if name:
                 see = functools.partial(_observe_output, observe, name)
                 hooks.enter_context(module.register_forward_hook(see))
-        for method in ("add", "add_rows", "collect"):
+        for method in ("add", "add_rows", "add_and_count"):
             setattr(reducer, method, functools.partial(observed, getattr(reducer, method)))
             hooks.callback(delattr, reducer, method)  # Deleting the attribute restores the class's method.
         yield
