@@ -75,8 +75,9 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`. Return the norm
     before clipping.
 
-    parameters: parameters whose attribute `model_parallel` is True are split over the default model-parallel group.
-        mpu's layers set this attribute. Layers with a different `group` are not supported.
+    parameters: parameters whose attribute `model_parallel` is True are split over the default tensor-parallel group.
+        mpu's layers set this attribute. Layers with a different `group` are not supported. A parameter that two
+        pipeline stages hold counts twice in the norm.
     norm_type: 2 or infinity; other values raise ValueError.
     """
     state = get_parallel_state()

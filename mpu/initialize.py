@@ -93,7 +93,8 @@ def initialize_model_parallel(
     function.
 
     Without torch.distributed only size 1 is possible, and no group is created. Raises ValueError if the number of ranks
-    is not divisible by the sizes. (Megatron's first release then used a smaller size, without a message.)
+    is not divisible by the sizes. (Megatron's first release lowered a size above the number of
+    ranks, without a message.)
 
     timeout: the time limit of collectives of these groups (default: torch.distributed's).
     """

@@ -11,9 +11,9 @@ torch`, and in attention on a GPU, dropout draws from two streams:
 A program that needs different numbers on each data-parallel rank or pipeline stage must pass different seeds. All
 functions work on CPU and GPU. Some names contain "cuda" because Megatron's names do.
 
-Dropout with `make_dropout_seeds` does not use these streams. A mask is a function of the seed, the sample's number in
-the run, the layer, the location in the layer, and the position and channel (in attention: head, query and key). A mask
-is therefore equal in every layout and micro-batch, and when a layer is recomputed. No mask is saved.
+Dropout with `make_dropout_seeds` does not use these streams. A mask is a function of the seed, the sample id, the
+layer, the location in the layer, and the position and channel (in attention: head, query and key). A mask is therefore
+equal in every layout and micro-batch, and when a layer is recomputed. No mask is saved.
 `kernels/dropout.py` has the function.
 
 Legend: b batch, s sequence, h hidden, tp tensor-parallel size, l layers.
@@ -137,11 +137,11 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
 
 
 def make_dropout_seeds(seed: int, sample_ids: Tensor, num_layers: int) -> Tensor:
-    """Return the numbers that determine the dropout masks of a micro-batch, int64 [l, b, 3]: the seed, the number of
-    the sample and the number of the layer. Integers instead of a tensor would make torch.compile compile a layer again
-    for each new number.
+    """Return the numbers that determine the dropout masks of a micro-batch, int64 [l, b, 3]: the seed, the sample
+    id and the number of the layer. Integers instead of a tensor would make torch.compile compile a layer again for each
+    new number.
 
-    sample_ids: int64 [b], the numbers of the samples in the whole run, on the model's device.
+    sample_ids: int64 [b], the number of each sample in the run, on the model's device.
     """
     seeds = torch.empty(num_layers, sample_ids.numel(), 3, dtype=torch.int64, device=sample_ids.device)
     seeds[..., 0] = seed

@@ -1,8 +1,8 @@
 """Extensions of training: an extension is a subclass of `Hook`, like a `TrainerCallback` of Hugging Face.
 
 The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. No other file of the
-program imports an extension. `load_hooks` imports an extension if its flag is given. `HangDetector` (dist/hang.py) is
-a hook, but not an extension: it needs no flag. An example of an extension with its three parts:
+program imports an extension. `load_hooks` imports an extension if its flag is given, and `MemoryPlan` always.
+`HangDetector` (dist/hang.py) is a hook, but not an extension. An example of an extension with its three parts:
 
     class Grumbler(Hook):  # a new file, extensions/grumble.py
         def __init__(self, config):

@@ -70,8 +70,8 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     cu_seqlens: int32, 0 and the cumulative lengths.
     longest: the largest length.
 
-    `varlen_attn`, torch's only kernel for cumulative lengths, computes all documents in one launch, without a mask
-    tensor. On an H200, a training step of two layers gave the same loss and gradient norm as on a CPU.
+    `varlen_attn`, torch's only public function for cumulative lengths, computes all documents in one launch, without
+    a mask tensor. On an H200, a training step of two layers gave the same loss and gradient norm as on a CPU.
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -90,7 +90,7 @@ def zero_dropped(x: Tensor, drawn: Tensor, dropped: int, out: Tensor) -> None:
 def seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int = 0) -> Tensor:
     """x [s, b, h] with each element zeroed with probability p and the other elements scaled by 1 / (1 - p).
 
-    seeds: int64 [b, 3], the seed, the sample's number and the layer's number, on the device of x.
+    seeds: int64 [b, 3], the seed, the sample id and the layer's number, on the device of x.
     location: which dropout of the layer, for example `POST_MLP_DROPOUT` of `mpu/random.py`.
     first_position: position of x[0] in the samples.
 

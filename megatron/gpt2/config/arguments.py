@@ -4,7 +4,8 @@ A value is taken from the last of these sources that has it:
 
     1. the defaults of the fields
     2. the preset (`--model`, or `quickstart` if no shape is given) or the run of a `--config`
-    3. the loaded checkpoint: its shape, tokenizer and schedule; instead of the quickstart, all its values
+    3. the loaded checkpoint: its shape, tokenizer and schedule; instead of the quickstart, all its values except
+       layout and saving
     4. the command line
 
 `--a_b` is read as `--a-b`. Abbreviated flags are errors, so that a typing error cannot select a different flag.
@@ -77,7 +78,8 @@ REPLACED_TOGETHER = (
     ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
     sum(MUTUALLY_EXCLUSIVE[-3:], ()),
 )
-# A run that continues a checkpoint takes all values from it except the values of these flags.
+# A run that continues a checkpoint takes all values from it except layout (`parallel.*`), saving (`checkpoint.*`) and
+# these.
 NEVER_FROM_CHECKPOINT = (
     "train.device",
     "train.exit_interval",

@@ -284,10 +284,12 @@ MEGATRON_RULES = by_name(
         "--num-dataset-builder-threads= --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
         "--per-dataset-sequences-path= --s3-cache-path= --object-storage-cache-path= --enable-msc --disable-msc "
         "--aml-data-download-path= --valid-num-workers= --data-sharding --create-attention-mask-in-dataloader "
-        "--muon-nesterov --muon-use-nesterov --muon-fp32-matmul-prec= --muon-use-syrk --use-pytorch-profiler "
-        "--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init",
+        "--muon-fp32-matmul-prec= --muon-use-syrk --use-pytorch-profiler --fp32-layernorm "
+        "--fp32-tokentypes --deep-init",
         ONE_IMPLEMENTATION,
     ),
+    ignored("--muon-nesterov --muon-use-nesterov", "Muon always uses Nesterov momentum"),
+    ignored("--fp32-embedding", "embeddings have the precision of the model"),
     ignored("--calculate-per-token-loss", "the loss is always the mean over the tokens of the global batch"),
     ignored("--add-qkv-bias", "every linear layer of GPT-2 has a bias"),
     translated(
@@ -441,7 +443,7 @@ MEGATRON_RULES = by_name(
     ),
     ignored(
         "--use-checkpoint-args --use-tokenizer-model-from-checkpoint-args --use-mp-args-from-checkpoint-args",
-        "the shape and tokenizer are always read from the checkpoint unless a flag gives them",
+        "the shape and tokenizer are always those of the checkpoint, and a different value is an error",
     ),
     refused("--ckpt-convert-* --load-openai --eval-hf", f"{CONVERT} makes a checkpoint for --load"),
     refused(

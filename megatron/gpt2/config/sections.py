@@ -288,9 +288,11 @@ class ParallelConfig(ConfigSection):
         None, "virtual stages per rank, instead of their layers"
     )
     decoder_first_pipeline_num_layers: int | None = flag_field(
-        None, "layers of the first stage (default: an equal share, or fewer)"
+        None, "layers of the first stage (default: an equal share, rounded up or down)"
     )
-    decoder_last_pipeline_num_layers: int | None = flag_field(None, "layers of the last stage")
+    decoder_last_pipeline_num_layers: int | None = flag_field(
+        None, "layers of the last stage (default: an equal share, rounded down)"
+    )
     distributed_backend: str | None = flag_field(
         None, "backend of torch.distributed (default: nccl on GPUs, gloo on CPUs)", choices=("nccl", "gloo", "mpi")
     )
@@ -765,7 +767,7 @@ class Config:
 
     def pipeline_schedule(self, num_microbatches: int) -> PipelineSchedule:
         """Return the schedule of a step with `num_microbatches` micro-batches. Raises ValueError if
-        --pipeline-schedule does not support the number of stages or micro-batches."""
+        --pipeline-schedule does not support the number of model chunks."""
         vpp = self.num_model_chunks
         return build_schedule(
             self.parallel.pipeline_schedule or ("1f1b" if vpp == 1 else "interleaved"),

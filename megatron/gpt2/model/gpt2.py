@@ -1,8 +1,8 @@
 """GPT-2: embeddings, a stack of parallel layers, and a head that is tied to the word embeddings.
 
-With pipeline parallelism a rank holds model chunks of successive layers. The first chunk has the embeddings; the last
-chunk has the final norm, the head and the loss. The first and the last chunk have a copy of the tied matrix. Parameters
-have the names of Megatron's 2019 checkpoints, and a chunk uses the names of the whole model.
+With pipeline parallelism a rank holds model chunks, each with successive layers. The first chunk has the embeddings;
+the last chunk has the final norm, the head and the loss. The first and the last chunk have a copy of the tied matrix.
+Parameters have the names of Megatron's 2019 checkpoints, and a chunk uses the names of the whole model.
 
 Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, tp tensor-parallel size.
 """
@@ -313,7 +313,7 @@ class GPT2Model(nn.Module):
         token_weight: [b, s] float32, needed with labels.
         positions: [b, s] int64 (default: 0 to s - 1).
         packed_seq_params: the documents of this micro-batch; no token attends to another document.
-        sample_ids: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
+        sample_ids: [b] int64, the number of each sample in the run, which determines its dropout masks.
         layer_range: one of `layer_ranges`, for pipelines (default: all layers).
         hidden: the output of the previous chunk.
         """

@@ -28,7 +28,7 @@ def train(trainer: Trainer) -> str:
     "" after the last iteration. Every rank stops after the same step.
 
     Raises FloatingPointError if too many steps in a row were skipped. Raises DamagedData if ranks of a model-parallel
-    group have read different text, and StopRun if a hook ends the run.
+    group have read different text, and StopRun if a save cannot go on or a hook ends the run.
     """
     config, progress, train_iters = trainer.config.train, trainer.progress, trainer.context.train_iters
     trainer.state.model.train()

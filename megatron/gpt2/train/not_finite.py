@@ -27,7 +27,7 @@ Observer = Callable[[str, str, Any], None]  # Called with phase, name and tensor
 def find_first_not_finite(trainer: Trainer) -> str:
     """Run forward and backward of the last step again. Return a text that names the first tensor that is not finite, or
     "" if all tensors are finite. Every rank must call this function, which also writes the rank's norms and
-    sample indices into a file in the folder of the incident log."""
+    sample ids into a file in the folder of the incident log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
     seen: list[tuple[str, str]] = []  # (phase, name) of each observed tensor, in the order of the step.

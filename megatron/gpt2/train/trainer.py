@@ -34,8 +34,8 @@ from megatron.gpt2.train.train_state import Progress, TrainState, build_train_st
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The objects of a training run. A checkpoint saves `progress`, the tensors of `state` and the random states. The
-    other objects change, too, but a resumed run builds them again.
+    """The objects of a training run. A checkpoint saves the counters of `progress`, the weights, the optimizer and
+    the random states. The other objects change, too, but a resumed run builds them again.
 
     context: flags, device, precision and data of the run, which are known before the process group exists.
     parallel: the process groups of this rank.

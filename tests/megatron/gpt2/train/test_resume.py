@@ -212,7 +212,7 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert said("--seed 7 --ddp-bucket-size 1000") == "a different training from here on (--seed 7, was 1234)"
     assert (
         said("--no-load-rng") == "bit-identical to the run that wrote it"
-    )  # The masks depend on sample indices, not on random streams.
+    )  # The masks depend on sample ids, not on random streams.
     assert said("--micro-batch-size 2") == "the same training within rounding (--micro-batch-size 2, was 4)"
     assert said("--dropout-rng torch") == "a different training from here on (dropout draws other masks)"
     assert said("--no-load-optim --hidden-dropout 0") == (
