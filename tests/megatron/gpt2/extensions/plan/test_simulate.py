@@ -18,7 +18,10 @@ from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, collective_key,
 from megatron.gpt2.extensions.plan.command import main
 from megatron.gpt2.extensions.plan.search import DAY, training_cost
 from megatron.gpt2.extensions.plan.show_step import main as show_step
-from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
+from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, stage_jobs
+from megatron.gpt2.pipeline.analysis import timetable
+from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
+from megatron.gpt2.pipeline.schedule import Kind
 from tests.fork_server import WarmPython
 from tests.megatron.gpt2.extensions.plan.test_memory import gpu_inputs
 from tests.megatron.gpt2.extensions.serve.test_server_process import open_page
@@ -53,6 +56,34 @@ def test_parts_add_up_and_few_layers_stand_for_all(flags: str, ranks: int):
     for step in (whole, extended):
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
     assert whole.parts["compute"] == pytest.approx(seconds_of(whole, "compute") / inputs.stages)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        pytest.param("--num-layers-per-virtual-pipeline-stage 1", marks=pytest.mark.wide),
+        pytest.param("--pipeline-schedule zero-bubble", marks=pytest.mark.wide),
+    ],
+)
+def test_pipeline_takes_as_long_as_its_timetable(flags: str):
+    """On this machine every kernel takes a second, and launches and messages take no time."""
+    free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
+    machine = cluster(**free, launch=1e-30, send_latency=1e-30, kernel=1.0)
+    inputs = gpu_inputs(f"{PIPELINE} --num-layers 8 {flags}", 2)
+    schedule = inputs.config.pipeline_schedule(16)
+    jobs = [stage_jobs(inputs, machine, stage) for stage in range(2)]
+
+    def seconds(stage: int, kind: Kind) -> float:
+        return sum(job.seconds for job in jobs[stage % 2].actions.get((kind, stage // 2, 0), ()))
+
+    costs = [
+        ActionCosts(*(seconds(stage, kind) for kind in ("F", "B", "W"))) for stage in range(schedule.num_virtual_stages)
+    ]
+    ends = sum(job.seconds for job in (*jobs[0].before, *jobs[0].after) if job.queue == "compute")
+    assert simulate(inputs, machine, record=True).seconds == pytest.approx(
+        timetable(schedule, costs).length + ends, rel=0.03
+    )
 
 
 def test_stages_share_cores() -> None:
@@ -153,14 +184,17 @@ def test_the_page_of_a_step_in_a_browser(tmp_path: Path):
     show_step([*flags.split(), *"--model-parallel-size 2 --global-batch-size 16 --output".split(), str(path)])
     with open_page() as (api, page, errors):
         page.goto(path.as_uri())
-        running, before = page.locator("#running"), page.locator("#lanes").screenshot()
+        running, pictures = page.locator("#running"), [page.locator("#lanes").screenshot()]
         first = running.inner_text()
         page.get_by_role("button", name="Next").click()
         assert running.inner_text() != first
         page.locator("#zoom").select_option("0.1")
         spans = page.evaluate("spans")
-        span = next(span for span in spans if span[1] == "pipeline")
-        page.locator("#moment").fill(str(sorted({span[3] for span in spans}).index(span[3])))
-        for text in span[2], span[5]:
-            api.expect(running).to_contain_text(text)
-        assert page.locator("#lanes").screenshot() != before and errors == []
+        starts = sorted({span[3] for span in spans})
+        for queue in ("tensor", "pipeline"):
+            span = next(span for span in spans if span[1] == queue)
+            page.locator("#moment").fill(str(starts.index(span[3])))
+            for text in span[2], span[5]:
+                api.expect(running).to_contain_text(text)
+            pictures.append(page.locator("#lanes").screenshot())
+        assert len(set(pictures)) == 3 and errors == []
