@@ -7,16 +7,17 @@ process:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mpu
 from mpu import kernels
+from mpu.cross_entropy import loss_from_stats, vocab_parallel_targets
 from mpu.kernels.optimizer import adamw_, add_grads_, sum_of_squares
 from mpu.kernels.triton_kernel import TritonKernel, example_tensor
 from tests.mpu.kernels import test_layer
@@ -26,36 +27,50 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ULP = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
+@pytest.fixture
+def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the code of CUDA tensors with CPU tensors, in Triton's interpreter."""
+    monkeypatch.setattr(TritonKernel, "__call__", TritonKernel.run)
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda x: False))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_its_own_check_finds_nothing(kernel: TritonKernel[Any, Any], dtype: torch.dtype):
     assert kernel.compare(torch.device("cpu"), dtype) == ""
 
 
-def add_one(stats: Tensor) -> Tensor:
-    return stats + 1
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns, combine", [(257, None), (5000, None), (0, add_one), (5000, add_one)])
-def test_the_loss_and_its_gradient_equal_those_of_a_cpu(
-    columns: int, combine: Callable[[Tensor], Tensor] | None, dtype: torch.dtype
+@pytest.mark.parametrize("columns, width", {1: 2, 257: 384, 4096: 4096, 5000: 8200}.items())
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_loss_and_its_gradient_equal_float64(
+    triton_on_cpu: None, shards: int, columns: int, width: int, dtype: torch.dtype
 ):
-    """With 0 columns the rank has only padding. `add_one` replaces the function that combines the statistics of all
-    ranks."""
-    logits, weight = (4 * torch.randn(5, columns + 127)).to(dtype), torch.rand(5)
-    targets = kernels.VocabParallelTargets(columns, torch.randint(0, columns + 1, (5,)), torch.arange(5) < columns)
-    for token_weight in (None, weight):
-        found = []
-        for is_cpu in (True, False):
-            x = logits.clone()
-            with (
-                mock.patch.object(Tensor, "is_cpu", mock.PropertyMock(return_value=is_cpu)),
-                mock.patch.object(TritonKernel, "__call__", TritonKernel.run),
-            ):
-                found.append((kernels.vocab_parallel_softmax(x, targets, token_weight, combine), x))
-        torch.testing.assert_close(*found, rtol=2 * ULP[dtype], atol=1e-6)
-    assert torch.equal(x, logits) == (token_weight is None)
+    """Test one rank, and two ranks whose statistics are combined. With 257 columns
+    of 384, the second rank has only padding."""
+    logits = (4 * torch.randn(5, width)).to(dtype)
+    target, weight = torch.randint(0, columns, (5,)), torch.rand(5)
+    exact = logits[:, :columns].double().requires_grad_()
+    losses = F.cross_entropy(exact, target, reduction="none")
+    (losses * weight).sum().backward()
+
+    parts = [part.contiguous() for part in logits.chunk(shards, dim=1)]
+    targets = [vocab_parallel_targets(target, number, width // shards, columns) for number in range(shards)]
+    own = [kernels.vocab_parallel_softmax(part, of, None, None) for part, of in zip(parts, targets, strict=True)]
+    assert torch.equal(torch.cat(parts, dim=1), logits), "without a gradient the logits stay"
+    combine = None if shards == 1 else lambda _: combined(torch.stack(own))
+    for part, of in zip(parts, targets, strict=True):
+        stats = kernels.vocab_parallel_softmax(part, of, weight, combine)
+        torch.testing.assert_close(loss_from_stats(stats).double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    error = (torch.cat(parts, dim=1).double() - F.pad(exact.grad, (0, width - columns))).abs()
+    assert (error <= F.pad(exact.grad.abs(), (0, width - columns)) * ULP[dtype] + 1e-6).all()
+
+
+def combined(stats: Tensor) -> Tensor:
+    """[ranks, 3, c] -> [3, c], the statistics of the whole vocabulary."""
+    largest, total, target_logit = stats.unbind(1)
+    whole = largest.amax(dim=0)
+    return torch.stack((whole, (total * (largest - whole).exp()).sum(dim=0), target_logit.sum(dim=0)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
