@@ -93,7 +93,7 @@ class PreprocessingJob:
         return Path(f"{self.output_prefix}.shards")
 
     def merged(self, key: str) -> str:
-        """Return the temporary prefix of a key's pair, in the shards' folder, where a killed run may leave files."""
+        """Return the prefix of the temporary files into which the shards of `key` are merged."""
         return f"{self.folder}/merged_{key}"
 
     def recipe(self) -> str:

@@ -1,5 +1,5 @@
-"""Causal attention by torch's fused kernels and, on a CPU, by two kernels that compute a block of queries at a time, as
-FlashAttention does (arXiv:2205.14135). The first kernel computes only the backward pass. The second kernel computes
+"""Causal attention by torch's fused kernels and, on a CPU, by two functions that compute a block of queries at a time,
+as FlashAttention does (arXiv:2205.14135). One of the two replaces only torch's backward pass. The other one computes
 both passes, with seeded dropout.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.

@@ -325,8 +325,9 @@ def pairs_table(bandwidth: Tensor) -> str:
 
 
 def describe_pairs(bandwidth: Tensor, hosts: Sequence[str]) -> Iterator[str]:
-    """Yield a line with the range of all bandwidths, then a line for each slow rank or pair. A pair is slow below half
-    of the median. A rank is slow if most of its pairs are slow. With two ranks, only the pair is reported."""
+    """Yield a line with the range of all bandwidths, then a line for each slow rank or pair. A pair is slow if its
+    bandwidth is below half of the median. A rank is slow if most of its pairs are slow. With two ranks, only the pair
+    is reported."""
     n, values = len(bandwidth), bandwidth[bandwidth > 0]
     median = values.quantile(0.5)
     slow = (bandwidth > 0) & (bandwidth < median / 2)

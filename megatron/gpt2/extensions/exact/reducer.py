@@ -51,7 +51,8 @@ def are_siblings(left: LeafRange, right: LeafRange, block: int) -> bool:
 
 def push(sums: PartialSums, leaves: LeafRange, value: Tensor | None, block: int) -> None:
     """Append the partial sum `value` of `leaves` to `sums`. Partial sums at the end of `sums` that the tree adds to
-    `value` are first added in place. If `value` is None, only the ranges of leaves are computed."""
+    `value` are first added in place. If `value` is None, the function only updates the ranges of leaves in
+    `sums`, without tensors."""
     while sums and are_siblings(sums[-1][0], leaves, block):
         (start, _), before = sums.pop()
         leaves = start, leaves[1]
