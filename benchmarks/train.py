@@ -44,8 +44,9 @@ from benchmarks.workload import (
 )
 
 GATE = 1e-4  # largest relative difference in fp32: correct models differ by 2e-6, models with different GELUs by 7e-4
-# The largest relative differences of loss and gradient norm at the first step, between two fp32 arms, and if an arm is
-# bf16. nanoGPT's softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
+# The largest allowed relative differences of loss and gradient norm at the first step: between two fp32 arms, and
+# between two arms of which at least one is bf16. nanoGPT's softmax has 47 padding rows, so log(50,304 / 50,257) nats
+# are subtracted from its first loss.
 TOLERANCE = {"fp32": (2e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 NOTES = (
     "all arms have the same weights (ours, converted), the same samples in the same order from the same loader, and "

@@ -45,7 +45,7 @@ def checkpoint(
 
 
 class ParallelEmbedding(ParallelLayer):
-    """An embedding whose columns are split by embedding dimension. Forward: all-gather; backward: no communication.
+    """An embedding with a weight split along the embedding dimension. Forward: all-gather; backward: no communication.
 
     [...] int64 -> [..., h]. Raises ValueError if embedding_dim is not divisible by tp.
     """

@@ -1,5 +1,6 @@
 """Test the installed project: the wheel in a new environment, training with only torch, numpy and safetensors, and an
-environment with NVIDIA's wheel. NVIDIA and this project have packages named `megatron`, and Python must find both."""
+environment with megatron-core. NVIDIA's megatron-core and this project both install packages below `megatron`, and
+Python must find both."""
 
 from __future__ import annotations
 
@@ -173,13 +174,13 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
-# NVIDIA's newest wheel contains `core` and `training`. The tests do not import them, so a wheel for any version of
-# Python is fine.
+# The newest wheel of megatron-core contains the packages `core` and `training`. The tests do not import them, so a
+# wheel for any version of Python is fine.
 DOWNLOAD = (
     "download megatron-core>=0.17 --quiet --no-deps --only-binary=:all: --python-version 3.12 "
     "--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64"
 ).split()
-# NVIDIA's packages are only found and not imported, because they import libraries that need a GPU.
+# The packages of megatron-core are found but not imported, because they import libraries that need a GPU.
 LOOK = """
 import importlib.util, sys
 import megatron.gpt2.config, megatron.pretrain_gpt2, mpu, data_utils
@@ -191,7 +192,7 @@ print("ours", megatron.gpt2.config.__file__)
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with NVIDIA's newest wheel, unpacked."""
+    """Return a folder with the unpacked newest wheel of megatron-core."""
     folder = tmp_path_factory.mktemp("theirs")
     try:
         run([sys.executable, "-m", "pip", *DOWNLOAD, "--dest", str(folder)], folder)

@@ -89,7 +89,7 @@ def test_an_evaluation_waits_once_for_its_sums_and_generation_once_for_each_toke
     with running(text, tmp_path) as (trainer, gpu):
         gpu.clear()
         evaluate_and_log(trainer, "valid")
-        # The host waits for the lengths in bytes, and for the sums.
+        # The host waits twice: for the byte lengths of all tokens, and for the sums of the evaluation.
         assert gpu.kernels and len({wait.split(" ")[0] for wait in gpu.waits}) == 2, gpu.waits
         gpu.waits.clear()
         sample_text(trainer)

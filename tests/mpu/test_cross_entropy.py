@@ -139,7 +139,7 @@ def id_of(x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_are_never_all_in_memory(dtype: torch.dtype) -> None:
-    """With 8,192 tokens, memory has the two gradients, and at most a tenth of the float32 logits."""
+    """With 8,192 tokens, memory holds the gradients of hidden states and weight, and a tenth of the float32 logits."""
     mpu.initialize_model_parallel(1)
     tokens, vocab, size = 8192, 4096, 64
     hidden = torch.randn(tokens, size, dtype=dtype, requires_grad=True)

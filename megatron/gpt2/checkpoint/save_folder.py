@@ -205,7 +205,7 @@ def detect_format_by_file_names(path: str | Path, iteration: int | None = None) 
     is unknown. The function reads only file names and the latest-iteration file.
 
     If a folder has several iterations, the function chooses `iteration`. If `iteration` is None, the function chooses
-    the iteration in `LATEST_FILE`, and without this file the newest iteration.
+    the iteration that `LATEST_FILE` names, or the newest iteration if this file does not exist.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".pt" and not FOLDER_FILES.fullmatch(path.name):

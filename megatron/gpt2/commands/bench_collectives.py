@@ -260,8 +260,8 @@ def measure_sizes(
     """Try, check and time one operation at every size. Every rank must call this function. Rank 0's clock decides about
     the deadline.
 
-    Raises SkipOperation at the deadline, and if all ranks fail because the backend does not offer the operation. Raises
-    RuntimeError if only some ranks fail."""
+    Raises SkipOperation after the deadline, or if all ranks fail because the backend does not offer the operation.
+    Raises RuntimeError if only some ranks fail."""
     operation, size = OPERATIONS[name], args.min_bytes
     if operation.messages:
         check_point_to_point(device)

@@ -248,9 +248,9 @@ class Lane:
                 yield
 
     def finish(self, first_forward: float) -> None:
-        """Wait for collectives that still run. Collectives that run at the end of a step gather parameters for the next
-        step, whose first forward pass waits for the first collective at its beginning, and for the last collective
-        before its last layer."""
+        """Wait for collectives that still run at the end of a step: they gather parameters for the next step. Its
+        first forward pass needs the result of the first collective at the start, and that of the last collective before
+        its last layer."""
         ends = sorted(end for end, _ in self._running.values())
         if ends:
             self.wait(max(ends[0], ends[-1] - first_forward), "data")

@@ -39,7 +39,7 @@ from megatron.gpt2.extensions.webtext.step import (
     process_input,
 )
 
-FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # An OUTPUT with another suffix is a folder.
+FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # An output with another suffix is a folder.
 
 POSITIONAL: dict[str, dict[str, Any]] = {
     "groups": {"type": Path, "help": "the file groups.jsonl that group_duplicate_url.py wrote for this INPUT"},
@@ -89,10 +89,10 @@ def add_number(
 def run_step(
     step: WebtextStep, sources: Sequence[StepInput] | None = None, *, one_file: tuple[str, ...] = JSON_SUFFIXES
 ) -> list[Manifest]:
-    """Run `step` on `sources` (default: the inputs of INPUT). Return the manifests of all inputs, in order, or [] if
-    they were submitted to Slurm.
+    """Run `step` on `sources` (default: the files that the argument INPUT names). Return the manifests of all inputs,
+    in order, or [] if the step was submitted to Slurm.
 
-    one_file: the suffixes of an OUTPUT that is one file.
+    one_file: the suffixes of files that the argument OUTPUT may name; without such a suffix OUTPUT is a folder.
 
     Raises ValueError for a bad flag, or if the next step cannot use the result.
     """

@@ -55,7 +55,7 @@ def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
 
 @pytest.fixture
 def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file that a payload would make."""
+    """Return the path of the file that the payload of a crafted pickle would make."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "executed"
 

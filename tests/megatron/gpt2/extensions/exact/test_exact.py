@@ -42,7 +42,7 @@ Cases = list[tuple[torch.dtype, bool, str, bool]]
 def gradients(
     rank: int, world_size: int, shape: ModelConfig, cases: Cases, virtual_ranks: int | None
 ) -> list[tuple[float, dict[str, tuple[Tensor, int | None]]]]:
-    """Return for each case the loss, and for each parameter this rank's gradient and its split dimension."""
+    """Return for each case the loss, and a dictionary {parameter: (this rank's gradient, split dimension)}."""
     mpu.initialize_model_parallel(world_size)
     submodules = exact_submodules(virtual_ranks) if virtual_ranks else mpu.DEFAULT_SUBMODULES
     draw, s = torch.Generator().manual_seed(3), shape.max_position_embeddings

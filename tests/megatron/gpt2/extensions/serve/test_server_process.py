@@ -36,7 +36,7 @@ PROGRAM = ROOT / "tools" / "run_text_generation_server.py"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Save a model in a folder named tiny. `generate_texts` needs the model-parallel groups."""
+    """Save a model in a folder named tiny. The model-parallel groups stay until the last test, for `generate_texts`."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     mpu.initialize_model_parallel(1)
     model = GPT2Model(CONFIG).eval()
