@@ -1,4 +1,4 @@
-"""Count the Python tokens of the repository by room: python .ci/tokens.py [DEPTH]
+"""Count the Python tokens of the repository by folder: python .ci/tokens.py [DEPTH]
 
 Tokens are those of Python's `tokenize`, without comments, line ends, indentation and blank lines. A docstring is one
 token, so that documentation costs nothing. Only files that git tracks are counted. Everything except tests,
@@ -29,18 +29,18 @@ def count(path: str) -> int:
 
 depth = int(sys.argv[1]) if len(sys.argv) > 1 else 3
 tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
-kinds, rooms, files = (collections.Counter[str]() for _ in range(3))
+kinds, totals, files = (collections.Counter[str]() for _ in range(3))
 for path in tracked:
     if path.endswith(".py"):
         *folders, _ = path.split("/")
         kind = folders[0] if folders and folders[0] in ("tests", "benchmarks", "examples", "docs", ".ci") else "program"
-        room = "/".join(folders[:depth]) or "."
+        folder = "/".join(folders[:depth]) or "."
         tokens = count(path)
         kinds[kind] += tokens
-        rooms[room] += tokens
-        files[room] += 1
-for room, tokens in rooms.most_common():
-    print(f"{tokens:8,} {files[room]:4} {room}")
+        totals[folder] += tokens
+        files[folder] += 1
+for folder, tokens in totals.most_common():
+    print(f"{tokens:8,} {files[folder]:4} {folder}")
 print(
     f"{len(tracked)} tracked files; tokens: {', '.join(f'{kind} {tokens:,}' for kind, tokens in kinds.most_common())}"
 )

@@ -397,14 +397,16 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         first_head = attention.dense.tp_rank * qkv.size(2)
         y = attention.compute_attention(qkv, packed_seq_params, dropout_seeds, first_head, bias)
         branch = attention.dense(y, skip_bias_add=True)
-        dropout = seeds, dropout_p, POST_ATTENTION_DROPOUT, first_position
-        terms = kernels.ResidualTerms(x, branch, attention.dense.bias, *dropout)
+        terms = kernels.ResidualTerms(
+            x, branch, attention.dense.bias, seeds, dropout_p, POST_ATTENTION_DROPOUT, first_position
+        )
         x, y = kernels.add_norm(terms, self.post_attention_layernorm)
         intermediate = mlp.dense_h_to_4h(y, bias_gradient=False)  # [s, b, f/tp]
         y = kernels.gelu_with_bias_gradient(intermediate, mlp.dense_h_to_4h.bias, mlp.gelu_approximate)
         branch = mlp.dense_4h_to_h(y, skip_bias_add=True)
-        dropout = seeds, dropout_p, POST_MLP_DROPOUT, first_position
-        return kernels.ResidualTerms(x, branch, mlp.dense_4h_to_h.bias, *dropout)
+        return kernels.ResidualTerms(
+            x, branch, mlp.dense_4h_to_h.bias, seeds, dropout_p, POST_MLP_DROPOUT, first_position
+        )
 
 
 def _has_hooks(module: nn.Module) -> bool:

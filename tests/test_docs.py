@@ -271,8 +271,8 @@ def test_every_link_and_flag_that_is_named_exists():
         --collect-only --model_args --use-checkpoint-opt_param-scheduler --out_dir --init_from"""
     known = {*others.split(), *build_parser()._option_string_actions, *MEGATRON_RULES}
     known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
-    for room in ("megatron", "data_utils", "benchmarks", "examples"):
-        for program in (ROOT / room).rglob("*.py"):
+    for folder in ("megatron", "data_utils", "benchmarks", "examples"):
+        for program in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[\w-]+)",', program.read_text()))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
     for page, text in PAGES.items():
@@ -282,15 +282,15 @@ def test_every_link_and_flag_that_is_named_exists():
             assert flag in known or find_rule(MEGATRON_RULES, flag), f"{page} names {flag}"
 
 
-ROOMS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", "benchmarks", "docs")
+FOLDERS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", "benchmarks", "docs")
 
 
 def test_every_path_that_is_named_exists():
     """Check all paths in backquotes on the pages, and all files of the project that sources and scripts name."""
-    rooms = "|".join(ROOMS)
-    on_page = re.compile(rf"`((?:{rooms})/[\w/.-]*)(?:::\w+)?`")
-    in_source = re.compile(rf"(?<![\w/.<{{$-])((?:{rooms})/[\w/.-]*\w\.(?:py|sh|slurm|md|html|txt|json))\b")
-    sources = [path for room in ROOMS for path in (ROOT / room).rglob("*") if room not in ("tests", "docs")]
+    folders = "|".join(FOLDERS)
+    on_page = re.compile(rf"`((?:{folders})/[\w/.-]*)(?:::\w+)?`")
+    in_source = re.compile(rf"(?<![\w/.<{{$-])((?:{folders})/[\w/.-]*\w\.(?:py|sh|slurm|md|html|txt|json))\b")
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if folder not in ("tests", "docs")]
     patterns = {ROOT / page: on_page for page in (*PAGES, "CONTRIBUTING.md")}
     patterns |= {path: in_source for path in sources if path.suffix in (".py", ".sh", ".slurm")}
     named = [(file, path) for file, pattern in patterns.items() for path in pattern.findall(file.read_text())]
@@ -324,8 +324,8 @@ def test_every_entry_names_tests_that_exist():
 
 PROGRAM = [
     path
-    for room in ("mpu", "data_utils", "megatron", "tools")
-    for path in sorted((ROOT / room).rglob("*"))
+    for folder in ("mpu", "data_utils", "megatron", "tools")
+    for path in sorted((ROOT / folder).rglob("*"))
     if "__pycache__" not in path.parts
 ]
 

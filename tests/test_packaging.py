@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-ROOMS = ("mpu", "data_utils", "megatron")
+PACKAGES = ("mpu", "data_utils", "megatron")
 OPTIONAL = "tiktoken sentencepiece tokenizers tqdm matplotlib transformers tensorboard ftfy".split()
 TINY = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -47,8 +47,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy of the source, because a build leaves a build/ folder, which the next wheel would
     include."""
     folder = tmp_path_factory.mktemp("wheel")
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, folder / "source" / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder / "source")
@@ -89,16 +89,16 @@ def see_libraries(site: Path) -> None:
 def test_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
     assert wheel.name.startswith("gpt2_model_parallel-")
     names = set(zipfile.ZipFile(wheel).namelist())
-    for room in ROOMS:
+    for package in PACKAGES:
         files = [
             path.relative_to(ROOT).as_posix()
-            for path in (ROOT / room).rglob("*")
+            for path in (ROOT / package).rglob("*")
             if path.is_file() and path.suffix != ".pyc"
         ]
         assert files
         assert not set(files) - names, "missing in the wheel: see [tool.setuptools] in pyproject.toml"
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
-    assert tops == set(ROOMS)
+    assert tops == set(PACKAGES)
     ours = {name.split("/")[1].removesuffix(".py") for name in names if name.startswith("megatron/")}
     assert ours == {"__init__", "gpt2", "pretrain_gpt2"}, "no release of NVIDIA has a megatron.gpt2"
 

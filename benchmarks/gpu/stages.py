@@ -242,7 +242,7 @@ def record_warnings(device: torch.device) -> Iterator[tuple[list[dict[str, Any]]
     innermost line of this project, and the traceback."""
     waits: list[dict[str, Any]] = []
     other: list[dict[str, Any]] = []
-    program = tuple(f"{ROOT}/{room}/" for room in ("mpu", "megatron", "data_utils"))
+    program = tuple(f"{ROOT}/{package}/" for package in ("mpu", "megatron", "data_utils"))
 
     def keep(message: Warning | str, *_: Any, **__: Any) -> None:
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(program)]

@@ -129,7 +129,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         if seeds is None:
             out = fused_attention(qkv, 0.0)
         else:
-            out, probabilities = _callable(_forward)(qkv, dropped, seeds, *mask_args)
+            out, probabilities = _operator_or_function(_forward)(qkv, dropped, seeds, *mask_args)
         ctx.dropped, ctx.mask_args = dropped, mask_args
         ctx.save_for_backward(qkv, seeds, *probabilities)
         return out
@@ -137,7 +137,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         qkv, seeds, *probabilities = ctx.saved_tensors
-        return _callable(_backward)(qkv, dy, ctx.dropped, seeds, *ctx.mask_args, probabilities), *[None] * 5
+        return _operator_or_function(_backward)(qkv, dy, ctx.dropped, seeds, *ctx.mask_args, probabilities), *[None] * 5
 
 
 def _drop(
@@ -176,7 +176,7 @@ def _forward(
     s, b, n, _, d = qkv.shape
     saved_probabilities = []
     drop = functools.partial(_drop, n, dropped, sample_masks(seeds, location, first_position), first_head)
-    q, k, v = _operands(qkv)
+    q, k, v = _query_key_value(qkv)
     out = torch.empty(s, b, n * d, dtype=qkv.dtype)
     y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
     for heads, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK):
@@ -209,10 +209,10 @@ def _backward(
     drop = None
     if seeds is not None:
         drop = functools.partial(_drop, n, dropped, sample_masks(seeds, location, first_position), first_head)
-    q, k, v = _operands(qkv)
+    q, k, v = _query_key_value(qkv)
     dy = dy.to(q.dtype).reshape(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype)
-    dq, *d_kv = _heads(d_qkv)
+    dq, *d_kv = _split_heads(d_qkv)
     dk, dv = torch.zeros(2, b * n, s, d, dtype=q.dtype)
     for index, (heads, start, end) in enumerate(_blocks(s, b * n, SEEDED_QUERY_BLOCK if drop else QUERY_BLOCK)):
         block_q, block_dy, block_k, block_v = (
@@ -242,7 +242,7 @@ _OPERATORS = {
 }
 
 
-def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
+def _operator_or_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the custom operator of `function` if torch.compile traces, else `function`. The call of a custom operator
     loads the compiler, which takes 1 s and 70 MB."""
     return _OPERATORS[function] if torch.compiler.is_compiling() else function
@@ -264,7 +264,7 @@ def _(qkv: Tensor, *arguments: object) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
-def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, each [b·n, s, d], of [s, b, n, 3, d]. The results are views if qkv is
     contiguous."""
     s, b, n, _, d = qkv.shape
@@ -272,10 +272,10 @@ def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _query_key_value(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, each [b·n, s, d]. Keys and values are contiguous because many blocks read
     them."""
-    q, k, v = _heads(qkv.to(compute_dtype(qkv.dtype)))
+    q, k, v = _split_heads(qkv.to(compute_dtype(qkv.dtype)))
     return q, k.contiguous(), v.contiguous()
 
 

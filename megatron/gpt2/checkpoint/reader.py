@@ -96,7 +96,7 @@ class FileInfo(NamedTuple):
 
 
 class SavedShard(NamedTuple):
-    """A saved slice of a tensor, with its key in a file, and the path and entry of that file."""
+    """A saved slice of a tensor: its key in a file, the file's path, and the file's entry in the table."""
 
     tensor_slice: TensorSlice
     key: str

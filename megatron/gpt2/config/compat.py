@@ -71,7 +71,7 @@ def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> C
 
 
 def ignored(names: str, text: str, *accepts: Any) -> CompatRule:
-    """Return a rule for flags without effect.
+    """Return a rule for flags that are accepted but have no effect.
 
     text: the reason.
     """

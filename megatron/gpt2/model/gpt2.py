@@ -82,7 +82,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self._layer_numbers = config, layer_numbers
-        # The block calls this hook with the number of a layer before it calls the layer.
+        # Called with the number of each layer before the layer runs.
         self.layer_pre_hook: Callable[[int], object] = lambda number: None
 
         # FusedTransformerLayer supports only the default submodules.
@@ -313,7 +313,8 @@ class GPT2Model(nn.Module):
         token_weight: [b, s] float32, needed with labels.
         positions: [b, s] int64 (default: 0 to s - 1).
         packed_seq_params: the documents of this micro-batch; no token attends to another document.
-        sample_ids: [b] int64, the number of each sample in the run, which determines its dropout masks.
+        sample_ids: [b] int64, the number of each sample in the run, which determines its dropout masks. Without ids,
+            torch's generators draw the masks.
         layer_range: one of `layer_ranges`, for pipelines (default: all layers).
         hidden: the output of the previous chunk.
         """

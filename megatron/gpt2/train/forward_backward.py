@@ -99,7 +99,8 @@ class ForwardBackward:
 
     def _communicate(self, step: CommStep) -> None:
         """Start the sends and receives of one entry of the schedule. First wait for the previous sends and free their
-        tensors. This wait does not make a training step longer (`tests/megatron/gpt2/pipeline/test_analysis.py`)."""
+        tensors. Both ranks of a message post it at the same time of the schedule, so this wait does not make a training
+        step longer."""
         if not step.sends and not step.receives:
             return
         assert self._group is not None

@@ -115,8 +115,8 @@ class DelayedScalarReader:
     later.
 
     A call starts an asynchronous copy of the current value into pinned memory. The call returns the value of READ_DELAY
-    calls before; the first calls return 0. The host waits only for the old copy. If a value is equal on all ranks, the
-    ranks also read the value at the same step, so a branch may depend on this value.
+    calls before; the first calls return 0. The host waits only for the old copy. If a value is equal on all ranks, all
+    ranks read it at the same step, so a branch may depend on it.
     """
 
     def __init__(self, device: torch.device) -> None:
