@@ -9,7 +9,10 @@ exchanged at the first time at which both of its ranks are between two actions, 
 The receiver keeps the tensor until an action needs it. A rank starts its next action as soon as the input of the action
 is there. There is one exception: if the next action of a busy partner needs a message from the rank, the rank compares
 two waits: its own until the partner is free, and that of the partner if the rank starts its action first. If its own
-wait is shorter, the rank waits. All messages are exchanged in the order of simulated time, so no deadlock is possible.
+wait is shorter, the rank waits. In the interleaved schedule of 3 ranks with 2 chunks and 6 micro-batches, for example,
+rank 2 could start a backward of 21 units of time. Rank 0 is busy for 1 more and then needs a message from rank 2, so
+rank 2 waits 1, and rank 0 need not wait 20. All messages are exchanged in the order of simulated time, so no deadlock
+is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):

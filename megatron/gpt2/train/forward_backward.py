@@ -99,8 +99,7 @@ class ForwardBackward:
 
     def _communicate(self, step: CommStep) -> None:
         """Start the sends and receives of one entry of the schedule. First wait for the previous sends and free their
-        tensors. Both ranks of a message post it at the same time of the schedule, so this wait does not make a training
-        step longer."""
+        tensors. Both ranks of a message post it at the same time of the simulated schedule, so this wait is short."""
         if not step.sends and not step.receives:
             return
         assert self._group is not None
