@@ -5,7 +5,7 @@ neighbours. Example: 16 ranks with tensor size 2 and pipeline size 4:
 
     tensor      (0,1) (2,3) (4,5) …         hold different shards of the same layers
     data        (0,2) (1,3) (4,6) …         hold the same shards and read different samples
-    pipeline    (0,4,8,12) (1,5,9,13) …     hold successive layers
+    pipeline    (0,4,8,12) (1,5,9,13) …     hold different layers
     embedding   (0,12) (1,13) …             first and last stage of a pipeline: both hold the tied word embeddings
     model       (0,1,4,5,8,9,12,13) …       tensor x pipeline: together hold one whole model
 
