@@ -37,12 +37,20 @@ TRAINING_KEYS = (
     "config.optimizer.muon_extra_scale_factor",
     "config.optimizer.clip_grad",
 )
+LOSS_SCALE_KEYS = tuple(  # training keys of fp16
+    f"config.optimizer.{name}" for name in ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+)
 # A changed value of a layout key changes the order of sums, except under --exact-layouts.
 LAYOUT_KEYS = (
     "layout.tensor_model_parallel_size",
     "layout.pipeline_model_parallel_size",
     "layout.data_parallel_size",
     "layout.optimizer_is_sharded",
+    "config.parallel.shard_gradients",
+    "config.parallel.decoder_first_pipeline_num_layers",
+    "config.parallel.decoder_last_pipeline_num_layers",
+    "config.parallel.num_layers_per_virtual_pipeline_stage",
+    "config.parallel.num_virtual_stages_per_pipeline_rank",
     "config.parallel.sequence_parallel",
     "config.parallel.ddp_bucket_size",
 )
@@ -95,14 +103,19 @@ def resume_equivalence(
     saved: metadata in which keys may be missing.
     not_restored: descriptions of the state that was not loaded.
     """
-    changes = [*not_restored, *_describe_changes(TRAINING_KEYS, saved, current)]
+    training_keys = (*TRAINING_KEYS, *LOSS_SCALE_KEYS * (current.get("precision") == "float16"))
+    changes = [*not_restored, *_describe_changes(training_keys, saved, current)]
     config = current["config"]["optimizer"]
     if config["lr_decay_iters"] is config["lr_decay_samples"] is None and config["lr_decay_style"] != "constant":
         changes += _describe_changes(("train_iters",), saved, current)
     if changes:
         return f"a different training from here on ({'; '.join(changes)})"
-    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS has exact_layouts, too.
-    if rounding := _describe_changes(ROUNDING_KEYS if is_exact else (*ROUNDING_KEYS, *LAYOUT_KEYS), saved, current):
+    rounding_keys = list(ROUNDING_KEYS)
+    if current["config"]["parallel"]["exact_layouts"] is None:  # ROUNDING_KEYS contains exact_layouts, too.
+        rounding_keys += LAYOUT_KEYS
+    if current["computed_by"]["threads"] is None:  # On a GPU, layers with selective recomputation have other kernels.
+        rounding_keys.append("config.train.recompute_granularity")
+    if rounding := _describe_changes(rounding_keys, saved, current):
         return f"the same training within rounding ({'; '.join(rounding)})"
     if saved.get("computed_by") is None:
         return "the same training; the checkpoint does not say which software and hardware computed it"

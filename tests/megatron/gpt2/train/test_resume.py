@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mpu
+from megatron.gpt2.config import Config
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train import trainer as trainer_module
 from megatron.gpt2.train.checkpointing import load_checkpoint
@@ -232,7 +233,7 @@ def test_layout_length_and_unknown_settings() -> None:
     same, rounding = "bit-identical to the run that wrote it", "the same training within rounding"
     optimizer = {"lr_decay_iters": None, "lr_decay_samples": None, "lr_decay_style": "cosine"}
     layout, other_layout = ({"layout": {"tensor_model_parallel_size": size}} for size in (1, 2))
-    settings = {"train_iters": 10, "computed_by": {"torch": "2"}, **layout}
+    settings = {"train_iters": 10, "computed_by": {"torch": "2", "threads": 1}, **layout}
     old, run, exact = (
         {**settings, "config": {"optimizer": optimizer, "parallel": parallel}}
         for parallel in ({"sequence_parallel": False}, {"exact_layouts": None}, {"exact_layouts": 4})
@@ -261,3 +262,29 @@ def test_a_schedule_that_has_ended_gives_a_warning(tmp_path: Path) -> None:
         lines: list[str] = []
         make_context(tmp_path, flags, RankInfo(), lines.append)
         assert "\n".join(lines).count("WARNING: the learning rate stays at --min-lr 1e-05: ") == warnings
+
+
+@pytest.mark.parametrize(
+    "precision, threads, section, change, expected",
+    [
+        ("float16", 1, "optimizer", {"hysteresis": 1}, "different training from here on (--hysteresis 1, was 2)"),
+        ("bfloat16", 1, "optimizer", {"hysteresis": 1}, "bit-identical"),
+        ("float32", 1, "parallel", {"shard_gradients": True}, "rounding (--shard-gradients True, was False)"),
+        (
+            "float32",
+            None,
+            "train",
+            {"recompute_granularity": "selective"},
+            "rounding (--recompute-granularity selective",
+        ),
+        ("float32", 1, "train", {"recompute_granularity": "selective"}, "bit-identical"),
+    ],
+)
+def test_flags_that_matter_in_one_precision_or_on_one_device(
+    precision: str, threads: int | None, section: str, change: dict[str, Any], expected: str
+) -> None:
+    """Only runs on a CPU store their number of threads."""
+    config = Config().as_dict()
+    saved = {"train_iters": 10, "precision": precision, "computed_by": {"threads": threads}, "config": config}
+    changed = {**saved, "config": {**config, section: {**config[section], **change}}}
+    assert expected in resume_equivalence(saved, changed)
