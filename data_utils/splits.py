@@ -46,6 +46,7 @@ class Splits:
     description: lines for the log.
     train_documents: only for Megatron's order: int64 [documents + 1], the index in `train.tokens` at which each
         training document begins, and then the length of `train.tokens`.
+    held_out_fingerprint: a hash of the separate validation and test files, and of the weights of their blends.
     """
 
     train: Dataset
@@ -54,6 +55,7 @@ class Splits:
     fingerprint: str
     description: tuple[str, ...]
     train_documents: np.ndarray | None = None
+    held_out_fingerprint: str = ""
 
     def training_samples(self, seed: int, num_samples: int) -> tuple[SampleDataset, Order]:
         """Return the dataset and the order for a `BatchLoader` that trains on `num_samples` samples in total."""
@@ -250,12 +252,14 @@ def build_splits(
         ]
     datasets: dict[str, Dataset] = {}
     description: list[str] = []
+    held_out: list[str] = []
     for number, (name, needed) in enumerate(zip(SPLIT_NAMES, (True, need_valid, need_test), strict=True)):
         if not needed:
             continue
         if name in separate:
             flag = f"--{name}-data-path"
             parts, part_weights = open_all(name, flag)
+            held_out += [name, *(part.key for part in parts), str(part_weights)]
             datasets[name] = dataset(name, flag, [(part, 0, len(part.data.tokens)) for part in parts], part_weights, "")
         elif shares[number]:
             ranges = [(part, *border[number : number + 2]) for part, border in zip(opened, borders, strict=True)]
@@ -268,7 +272,13 @@ def build_splits(
     fingerprint = fingerprints[0] if len(fingerprints) == 1 else fingerprint_of(*fingerprints)
     description.append(f"fingerprint of the training data: {fingerprint[:16]}")
     return Splits(
-        datasets["train"], datasets.get("valid"), datasets.get("test"), fingerprint, tuple(description), documents
+        datasets["train"],
+        datasets.get("valid"),
+        datasets.get("test"),
+        fingerprint,
+        tuple(description),
+        documents,
+        fingerprint_of(*held_out),
     )
 
 

@@ -364,10 +364,10 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         attention.dense, dense_4h_to_h    `add_norm`       `add_norm`
         mlp.dense_h_to_4h                 the layer        `gelu_with_bias_gradient`
 
-    The base class's forward runs in generation, with selective recomputation, if torch's generators draw the masks of
-    hidden dropout, and if `kernels.has_fused_layer` is false, because the fused functions do not support these cases.
-    The base class's forward also runs if a layer norm, `attention` or `mlp` has a hook, because the fused forward does
-    not call them as modules.
+    The base class's forward runs in generation with a key-value cache, with selective recomputation, if torch's
+    generators draw the masks of hidden dropout, and if `kernels.has_fused_layer` is false, because the fused functions
+    do not support these cases. The base class's forward also runs if a layer norm, `attention` or `mlp` has a hook,
+    because the fused forward does not call them as modules.
     """
 
     def forward(  # type: ignore[override]

@@ -164,7 +164,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
         return torch.float16, f"precision: fp16 (sm{major}{minor} has no bf16, which starts with sm80)"
     if native := cpu_bf16_feature():
         return torch.bfloat16, f"precision: bf16 (this CPU has {native})"
-    return torch.float32, "precision: fp32 (this CPU has no bf16 arithmetic: AMX, avx512_bf16)"
+    return torch.float32, "precision: fp32 (this CPU has no bf16 arithmetic: AMX, avx512_bf16, bf16 of ARM)"
 
 
 def cpu_bf16_feature() -> str:

@@ -114,8 +114,8 @@ class Hook:
         """Called before each step."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Called before the optimizer step. The gradients are reduced over the data-parallel ranks. With a sharded
-        optimizer, this rank has only its shard of the gradients."""
+        """Called before the optimizer step. The gradients are summed over the ranks of all groups and still multiplied
+        by the loss scale. With a sharded optimizer, this rank has only its shard of the gradients."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Called after each step. `trainer.progress.iteration` already counts this step."""

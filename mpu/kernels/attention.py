@@ -19,8 +19,8 @@ from mpu.kernels.dropout import (
     MaskId,
     drop_threshold,
     keep_scale,
+    mask_ids,
     random_draws,
-    sample_masks,
     zero_dropped,
 )
 from mpu.kernels.layer import split_qkv
@@ -175,7 +175,7 @@ def _forward(
     """Return the output of `seeded_attention`, and each block's probabilities if the sequence is short."""
     s, b, n, _, d = qkv.shape
     saved_probabilities = []
-    drop = functools.partial(_drop, n, dropped, sample_masks(seeds, location, first_position), first_head)
+    drop = functools.partial(_drop, n, dropped, mask_ids(seeds, location, first_position), first_head)
     q, k, v = _query_key_value(qkv)
     out = torch.empty(s, b, n * d, dtype=qkv.dtype)
     y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
@@ -208,7 +208,7 @@ def _backward(
     s, b, n, _, d = qkv.shape
     drop = None
     if seeds is not None:
-        drop = functools.partial(_drop, n, dropped, sample_masks(seeds, location, first_position), first_head)
+        drop = functools.partial(_drop, n, dropped, mask_ids(seeds, location, first_position), first_head)
     q, k, v = _query_key_value(qkv)
     dy = dy.to(q.dtype).reshape(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype)

@@ -40,7 +40,7 @@ def keep_scale(dropped: int) -> float:
     return 65536 / (65536 - dropped)
 
 
-def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[MaskId]:
+def mask_ids(seeds: Tensor, location: int, first_position: int = 0) -> list[MaskId]:
     """Return the id of each sample's mask.
 
     seeds: int64 [b, 3], see `mpu.make_dropout_seeds`.
@@ -118,7 +118,7 @@ def _seeded_dropout(x: Tensor, dropped: int, seeds: Tensor, location: int, first
     s, _, h = x.shape
     blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # number of blocks for each position
     out = x * keep_scale(dropped)
-    for sample, mask in enumerate(sample_masks(seeds, location)):
+    for sample, mask in enumerate(mask_ids(seeds, location)):
         for first in range(0, s, rows):
             part = out[first : first + rows, sample]  # [rows, h]
             drawn = random_draws(mask, (first_position + first) * blocks, len(part) * blocks).view(len(part), -1)

@@ -144,7 +144,8 @@ class Disk:
         self._pending: list[Change] = []  # changes, in order, that may not be on the disk yet
 
     def _find(self, path: str) -> tuple[Node, str, Node | None]:
-        """Return the folder of a path, the name in this folder, and its node."""
+        """Return the folder that contains `path`, the name of `path` in this folder, and the `Node` at `path`, or None
+        if there is no such file or folder."""
         *folders, name = path.split("/")
         folder = functools.reduce(lambda node, part: node.content[part], folders, self._root)
         return folder, name, folder.content.get(name) if name else folder

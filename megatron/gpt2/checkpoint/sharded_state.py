@@ -44,8 +44,9 @@ def load_sharded_state_dict(
 ) -> None:
     """Load `states` from a checkpoint of any layout: the inverse of `sharded_state_dict`. Padding becomes 0.
 
-    specs: all parameters of the model; `states` may belong to one pipeline stage. Raises ValueError unless the
-    checkpoint has exactly the tensors of `states`, with equal global shapes.
+    specs: all parameters of the model; `states` may belong to one pipeline stage. Raises ValueError if the checkpoint
+    lacks a tensor of `states`, if a global shape differs, or if the checkpoint has a tensor of such a kind ("model",
+    "master" or a moment) for a parameter that `specs` lacks.
     """
     kinds = set()
     parts: list[tuple[Tensor, str, tuple[int, ...]]] = []

@@ -1,7 +1,6 @@
 """Train a GPT-2 with Megatron's flags, as a single process or under a launcher (dist/launch.py).
 
-Exit codes: 0 if the run ended as requested (including SIGTERM), 1 if it failed, 2 for bad input. Only one
-rank prints the line about bad input.
+docs/how-to/operations.md lists the exit codes. Only one rank prints the line about bad input.
 """
 
 import functools

@@ -32,7 +32,7 @@ class IterationRecord:
     grad_norm: float | None  # The gradient norm of the last step, before clipping. None if this step was skipped.
     ms_per_iteration: float
     tokens_per_second: float  # The sum over all ranks.
-    mfu: float | None  # The fraction of the peak FLOP/s of all devices. None if the peak is unknown.
+    mfu: float  # The fraction of the peak FLOP/s of all devices.
     memory_bytes: int | None = None  # The result of `peak_memory` on rank 0.
 
 
@@ -100,7 +100,7 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
         f"loss scale: {record.loss_scale:.1f}",
         f"grad norm: {norm}",
         f"tokens/s: {record.tokens_per_second:,.0f}",
-        "" if record.mfu is None else f"MFU: {record.mfu:.1%}",
+        f"MFU: {record.mfu:.1%}",
         f"time to go: {timedelta(seconds=round(seconds_to_go))}",
         f"number of skipped iterations: {skipped}" if skipped else "",
     ]

@@ -103,7 +103,7 @@ class RunLog:
     active: whether this rank prints and writes. On all other ranks the methods do nothing.
     start_iteration: the iteration at which the run starts. Metrics and samples of later iterations are removed, because
         these steps are repeated. A run that starts at 0 renames the record files of an earlier run.
-    metric_writers: writers that also get the metrics. `close` closes them.
+    metric_writers: writers that also get the metrics. `RunLog.close` closes these writers.
     is_owner: a function that returns whether the folder still belongs to this run. If the folder belongs to a different
         run, nothing is written.
     """

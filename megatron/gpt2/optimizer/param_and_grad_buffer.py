@@ -59,9 +59,9 @@ class Bucket(NamedTuple):
 
 
 class ParamShard(NamedTuple):
-    """This rank's part of the master of the parameter `name`, or of a moment of the optimizer.
+    """This rank's part of the parameter `name`, of its master, or of a moment of the optimizer.
 
-    kind: "master" or the name of a moment.
+    kind: "model", "master" or the name of a moment.
     values: 1-D, successive elements of the flattened tensor.
     start: the index of the first element in the flattened tensor.
     """

@@ -403,8 +403,8 @@ def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: b
     return {"layout": layout, **context.metadata()}
 
 
-# The flags that may differ between ranks: paths, and settings of a single rank. The fingerprints of data and tokenizer
-# compare the contents of files.
+# The flags that may differ between ranks: settings of a single rank, and flags of data and tokenizer, because
+# fingerprints compare the contents of the files.
 MAY_DIFFER = {
     "data.train_data",
     "data.valid_data",
@@ -437,6 +437,7 @@ def check_settings_match(context: RunContext, log: Log) -> None:
     program differ. Every rank must call this function."""
     settings = settings_equal_on_all_ranks(context)
     settings["fingerprint of the training data"] = context.splits.fingerprint
+    settings["fingerprint of the validation and test files"] = context.splits.held_out_fingerprint
     program = devices.code_hash() if context.rank_info.world_size > 1 else ""
     by_rank = [json.loads(text) for text in gather_strings(json.dumps([settings, program]))]
     first, first_program = by_rank[0]

@@ -66,7 +66,7 @@ def test_precision(monkeypatch):
     for found, said in (
         ("avx512_bf16 amx_bf16 amx_tile", "bf16 (this CPU has amx_bf16)"),
         ("neon bf16", "bf16 (this CPU has bf16)"),
-        ("avx2", "fp32 (this CPU has no bf16 arithmetic: AMX, avx512_bf16)"),
+        ("avx2", "fp32 (this CPU has no bf16 arithmetic: AMX, avx512_bf16, bf16 of ARM)"),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(found.split(), True))  # noqa: B023
         assert chosen("fp16-on-gpu", CPU)[1] == f"notice: --fp16 on a CPU means --precision auto; precision: {said}"

@@ -88,7 +88,7 @@ CPU = dataclasses.replace(
 
 
 def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
-    """Return a rough time of a step.
+    """Return the rough seconds of a step.
 
     The time of a layer is the time of its matrix products, of moving the bytes of its other kernels, and of its
     all-reduces. If the host needs longer to launch the kernels, this longer time counts. All stages wait for the stage
@@ -178,7 +178,7 @@ class Offer(NamedTuple):
 
 
 def typical_seconds(inputs: MemoryInputs) -> float:
-    """Return the rough time of a step on a typical GPU or CPU."""
+    """Return the rough seconds of a step on a typical GPU or CPU."""
     return quick_seconds(inputs, GPU if inputs.device == "cuda" else CPU)
 
 
@@ -363,7 +363,7 @@ def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> l
 
 
 class Cost(NamedTuple):
-    """The cost of a training in which machines fail.
+    """The result of `training_cost`.
 
     interval: seconds between checkpoints.
     lost: the share of the time that checkpoints, repeated steps and restarts take.
@@ -378,9 +378,10 @@ class Cost(NamedTuple):
 def training_cost(
     tokens: float, tokens_per_second: float, gpus: int, nodes: int, failures: float, checkpoint: float, restart: float
 ) -> Cost:
-    """Return the cost of a training.
+    """Return the days and GPU hours of a training in which machines fail.
 
-    failures: number of failures of a node per day.
+    tokens: number of training tokens.
+    failures: number of failures per node and day.
     checkpoint: seconds that a checkpoint stops training.
     restart: seconds from a failure to the first new step.
 

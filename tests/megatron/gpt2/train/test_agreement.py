@@ -23,6 +23,7 @@ CASES = [
     ("--lr", "0.00015", "0.001"),
     ("checkpoint to start from", "iteration 0, none", "iteration 4, found"),
     ("fingerprint of the training data", "", ""),
+    ("fingerprint of the validation and test files", "", ""),
     ("number of threads (OMP_NUM_THREADS)", "1", "2"),
     ("", "", ""),
 ]
@@ -48,6 +49,8 @@ def errors_of_different_ranks(rank: int, world_size: int, folder: Path) -> list[
     ]
     said = []
     cases = [(1, case if rank else same) for case in of_rank_1]
+    valid_data = __file__ if rank else folder / "text.txt"
+    cases.append((1, decided(f"--eval-iters 1 --valid-data {valid_data}")))
     for threads, case in [*cases, (1 + rank, decided("--exact-layouts 4")), (1 + rank, same)]:
         torch.set_num_threads(threads)
         try:

@@ -1,4 +1,4 @@
-"""Test that all layouts of 1 to 4 ranks have the same losses with dropout, for every pipeline schedule and micro-batch
+"""Test that layouts of 1 to 4 ranks have the same losses with dropout, for every pipeline schedule and micro-batch
 size. The tied matrix must be equal on the first and the last stage. Evaluation and generation must work with stages."""
 
 from __future__ import annotations
