@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plot the losses of 24 parallel layouts: layouts_light.svg and layouts_dark.svg.
+"""Plot the losses of 24 layouts: layouts_light.svg and layouts_dark.svg.
 
     python docs/figures/plot_layouts.py
 
