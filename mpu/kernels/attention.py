@@ -92,7 +92,7 @@ def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
     On a CPU with AMX this function is faster in bf16 than torch 2.13's fused kernel (times: `cpu_features.py`).
     Backward computes the scores of a block of queries again, in bf16. FlashAttention uses float32. Therefore the
     rounding error grows with the scores: with a largest score of 4 or 30, the error of the queries' gradient is 0.4 or
-    1.6 %. With torch's fused kernel, the two errors are 0.25 and 0.45 %.
+    1.6 %, and with torch's fused kernel 0.25 or 0.45 %.
     """
     out: Tensor = _BlockwiseAttention.apply(qkv, 0, None, 0, 0, 0)
     return out

@@ -63,7 +63,7 @@ class Call:
 
 
 def record(make: Callable[[Path], None], folder: Path) -> list[Call]:
-    """Call `make` with `folder`. Return the system calls in this folder, which strace records."""
+    """Call `make` with `folder`. Return the system calls on files in `folder` that strace recorded."""
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     output = folder.with_suffix(".strace")
@@ -104,7 +104,7 @@ def parse(output: str, folder: str) -> Iterator[Call]:
 
 @dataclass(eq=False)
 class Node:
-    """A file (bytes) or a folder (nodes by name).
+    """A file (bytes) or a folder ({name: Node}).
 
     content: the state that programs see.
     synced: the state that is on the disk after any power loss.

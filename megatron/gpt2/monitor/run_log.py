@@ -121,7 +121,7 @@ class RunLog:
         self.active, self._is_owner = active, is_owner
         self.directory, self._metric_writers = Path(save_directory), metric_writers
         self._iteration, self._next_report, self._closed = start_iteration, 0.0, not active
-        self._has_warned = False  # whether a warning about lost records was printed
+        self._has_warned = False  # whether the warning that records cannot be written was printed
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, visible=active)
         if not active:
             return

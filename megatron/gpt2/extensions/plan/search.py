@@ -143,7 +143,7 @@ def quick_seconds(inputs: MemoryInputs, cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and its cost."""
+    """A layout with its memory and the time of a step."""
 
     inputs: MemoryInputs
     flags: tuple[str, ...]  # the flags that change the command line to this layout
@@ -156,7 +156,7 @@ class Candidate:
 
     @functools.cached_property
     def memory(self) -> MemoryEstimate:
-        """The estimate of the rank that needs the most memory."""
+        """The memory estimate of the rank that needs the most memory."""
         return estimate_memory(self.inputs)
 
     def fits(self, budget: float) -> bool:
@@ -327,7 +327,7 @@ def largest_micro_batch(inputs: MemoryInputs, budget: int) -> int:
 
 
 def changed_flags(section: str, asked: object, values: dict[str, Any]) -> Iterator[str]:
-    """Yield the flags for the values that differ from `asked`."""
+    """Yield the flags that set the `values` that differ from the fields of `asked`."""
     for name, value in values.items():
         if value != getattr(asked, name):
             yield flag_name(f"{section}.{name}") + ("" if value is True else f" {value}")
