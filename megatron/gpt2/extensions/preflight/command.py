@@ -303,9 +303,10 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
         memory = f"{total} MB of {in_mb(available)} MB ({limit})"
     except Exception as error:
         memory, short, changes = describe_failure(error), "", ""
-    fingerprint = context.splits.fingerprint[:12]
+    fingerprint, held_out = context.splits.fingerprint[:12], context.splits.held_out_fingerprint[:12]
+    contents = {"training data": fingerprint, "validation and test files": held_out}
     return {
-        "data": Finding(f"{fingerprint} on every rank", SAME_FILES, must_match={"training data": fingerprint}),
+        "data": Finding(f"{fingerprint} on every rank", SAME_FILES, must_match=contents),
         "length": Finding(length, fix, problem, is_warning=samples >= batch),
         "memory": Finding(memory, changes, short),
     }
