@@ -24,7 +24,7 @@ from data_utils.corpora import (
 MIN_SHARD_BYTES = 1 << 23
 MAX_SHARDS = 1024  # About the most shards of an input. For a larger input, `cut_into_shards` makes larger shards.
 
-Record = Any  # A record is the bytes of a line, or an object.
+Record = Any  # A record is the bytes of a line, or a dict (a JSON object, or a row of a Parquet file).
 
 
 class FileRange(NamedTuple):
@@ -106,8 +106,8 @@ def _parts(file: FileRange, least: int) -> Iterator[FileRange]:
 
 
 def records(part: FileRange, keys: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
-    """Yield the documents in a range of a file, each with the number of its (last) line or row. Unreadable lines are
-    yielded as bytes; in plain text these are the lines that are not UTF-8.
+    """Yield the documents in a range of a file, each with the number of its (last) line or row. The documents of kind
+    `json` are the bytes of their lines. Lines of plain text that are not UTF-8 are yielded as bytes, too.
 
     keys: the fields to read; a Parquet file must have them as columns. A ValueError names a damaged file.
     """

@@ -396,7 +396,7 @@ def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float
         torch.nn.functional.linear(numbers, numbers)  # [size, size] x [size, size]
         synchronize(device)
         took = time.perf_counter() - start
-        if not is_new:  # The first product of a size is a warm-up.
+        if not is_new:  # The first matrix product of each size is an untimed warm-up.
             best = max(best, 2 * size**3 / took)
     return best
 

@@ -36,7 +36,8 @@ P = ParamSpec("P")
 R = TypeVar("R", bound="Tensor | tuple[Tensor, ...] | None")
 Examples = Iterator[tuple[Any, ...]]
 
-MIN_TOLERANCE = 1e-5  # relative to the largest value of a result
+# This difference of a kernel from its reference is always allowed. It is relative to the reference's largest value.
+MIN_TOLERANCE = 1e-5
 
 
 class TritonKernel(Generic[P, R]):

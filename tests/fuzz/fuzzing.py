@@ -93,7 +93,7 @@ class Input:
         finally:
             for path in self.folder.rglob("*"):
                 if path.is_file() and str(path.relative_to(self.folder)) not in self.valid:
-                    path.unlink()  # The reader has written this file.
+                    path.unlink()  # The tested reader has made this file, which the valid input does not contain.
             for name in changed:
                 (self.folder / name).write_bytes(self.valid[name])
 

@@ -205,7 +205,7 @@ def _split_layers(folder: DcpCheckpoint, saved_name: str, name: str) -> dict[str
         layers = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy_row(saved_name, row) for row in range(param_shape[0])}
     if shape == param_shape:
         return layers
-    # In fully_sharded_model_space, the shape begins with the grid of ranks, which does not split the layers.
+    # In fully_sharded_model_space, the shape is [*grid of ranks, values], for a stack [layers, *grid of ranks, values].
     layer_dims = 1 if stacked else 0
     change = partial(merge_grid, grid=shape[layer_dims:-1], shape=param_shape[layer_dims:])
     return {each: x.map(change) for each, x in layers.items()}
