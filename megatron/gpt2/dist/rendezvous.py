@@ -59,7 +59,7 @@ ALL_JOINED = "all ranks have joined"
 LINK_TIMEOUT = 8.0  # The test of the connections between machines takes at most this number of seconds.
 SIOCGIFADDR = 0x8915  # Linux's ioctl request for the IPv4 address of an interface.
 
-UsableRanks = Callable[[int], int]  # {number of ranks that have joined: number of ranks that the run can use}
+UsableRanks = Callable[[int], int]  # From the number of ranks that have joined to the number that the run can use.
 
 
 class StandbyExit(Exception):
