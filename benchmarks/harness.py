@@ -179,9 +179,12 @@ def strip_paths(text: str) -> str:
 
 def _rank(rank: int, world_size: int, folder: str, results: Any, fn: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
-    place = f"file://{folder}/rendezvous"
     dist.init_process_group(
-        "gloo", init_method=place, rank=rank, world_size=world_size, timeout=timedelta(seconds=1200)
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=1200),
     )
     results.put((rank, fn(rank, world_size, *args)))
     dist.barrier()

@@ -196,7 +196,6 @@ def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
 COLUMNS = [field.name for field in fields(Layouts)][:-1]  # A CSV file has no model chunks.
 PROGRAM = "megatron_deepspeed"  # The CSV files have this name of the program.
 WORST = 0.05  # The report lists this share of the rows, those with the largest errors.
-GPUS_PER_NODE = 8
 INTERVAL = 0.8  # An interval should contain this share of the rows.
 # The prior of each fitted constant is its value, and the factor by which the value may differ.
 PRIORS = {
@@ -269,8 +268,8 @@ def select(rows: Rows, chosen: np.ndarray) -> Rows:
     return replace(layouts, **taken), measured[chosen]
 
 
-def one_node(rows: Rows) -> np.ndarray:
-    return np.asarray(rows[0].gpus <= GPUS_PER_NODE)
+def one_node(cluster: Cluster, rows: Rows) -> np.ndarray:
+    return np.asarray(rows[0].gpus <= cluster.gpus_per_node)
 
 
 def models(rows: Rows) -> np.ndarray:
@@ -429,8 +428,9 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
         }
         programs = {}
         for name, program in base.programs.items():
-            own = group(name.removesuffix("_selective"))
-            programs[name] = replace(program, shape_factors={}, **group("all"), **own)
+            programs[name] = replace(
+                program, shape_factors={}, **group("all"), **group(name.removesuffix("_selective"))
+            )
         return Constants(clusters, programs)
 
     def errors(point: np.ndarray) -> np.ndarray:
@@ -446,7 +446,7 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
         point = least_squares(weighted, point, args=(weights,), max_nfev=60).x
         weights = 1 / np.sqrt(np.maximum(np.abs(errors(point)), NOISE / 5) / NOISE)
     made = constants(point)
-    rows = select(rows, one_node(rows))
+    rows = select(rows, one_node(made.clusters["a100"], rows))
     shapes, logs = np.array(layer_shapes(rows[0])), np.log1p(relative_errors(made, csv_table(rows)))
     factors = {}
     for shape in np.unique(shapes).tolist():
@@ -467,15 +467,16 @@ def left_out(base: Constants, rows: Rows, tables: Sequence[Table], numbers: np.n
 
 def fit(rows: Rows) -> None:
     """Fit the constants, write `clusters/*.json`, and print the errors of rows that a fit has not seen."""
-    base, tables, single, model = read_constants(), published(), one_node(rows), models(rows)
+    base, tables, model = read_constants(), published(), models(rows)
+    single = one_node(base.clusters["a100"], rows)
     unseen = left_out(base, rows, tables, np.random.default_rng(0).permutation(len(model)) % 5)
     print("unseen rows, five parts:", summary(unseen[single]), "one node;", summary(unseen[~single]), "many nodes")
     of_model = left_out(base, rows, tables, model)
     for number in np.unique(model):
         print(f"unseen model, hidden size and layers {number:.0f}:", summary(of_model[model == number]))
     of_choice = left_out(base, rows, tables, choices(rows) % 5)
-    measured = select(rows, single)
-    print("unseen groups, five parts:", first_choices(measured, measured[1] * (1 + of_choice[single])))
+    modelled = rows[1] * (1 + of_choice)
+    print("unseen groups, five parts:", first_choices(select(rows, single), modelled[single]))
     shapes = np.array(layer_shapes(rows[0]))
     new_shape = np.array([len(np.unique(model[shapes == shape])) == 1 for shape in shapes])
     unseen_by_kind = {
@@ -524,7 +525,7 @@ def compare(rows: Rows, cluster: str) -> dict[str, Any]:
     seconds = step_seconds(made, program, x)
     errors = np.abs(seconds / measured - 1)
     kinds = np.where(np.isin(layer_shapes(x), list(program.shape_factors)), "known_shape", "one_node")
-    width = np.array([content["intervals"][kind] for kind in np.where(one_node(rows), kinds, "many_nodes")])
+    width = np.array([content["intervals"][kind] for kind in np.where(one_node(made, rows), kinds, "many_nodes")])
     inside = np.abs(np.log(seconds / measured)) <= width
     worst = np.argsort(-errors)[: max(1, int(WORST * len(errors)))]
     return {

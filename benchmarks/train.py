@@ -33,15 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # The project n
 
 from benchmarks import harness
 from benchmarks.harness import ROOT
-from benchmarks.workload import (
-    ARMS,
-    MODELS,
-    OURS_ONLY_ARMS,
-    PARTS,
-    PEAK_FLOPS,
-    Arm,
-    Workload,
-)
+from benchmarks.workload import ARMS, MODELS, OURS_ONLY_ARMS, PARTS, PEAK_FLOPS, Arm, Workload
 
 GATE = 1e-4  # largest relative difference in fp32: correct models differ by 2e-6, models with different GELUs by 7e-4
 # The largest allowed relative differences of loss and gradient norm at the first step: between two fp32 arms, and

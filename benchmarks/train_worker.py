@@ -275,8 +275,11 @@ def measure_arm(workload: Workload, arm: Arm, *, nanogpt: str, warmup: int, step
     last = training.read()
     assert all(map(math.isfinite, (*first, *second, *last))), "a loss or gradient norm is not finite"
     if device.type == "cuda":
-        names = {"peak_allocated": "max_memory_allocated", "allocated": "memory_allocated"}
-        names["peak_reserved"] = "max_memory_reserved"
+        names = {
+            "peak_allocated": "max_memory_allocated",
+            "allocated": "memory_allocated",
+            "peak_reserved": "max_memory_reserved",
+        }
         memory = {name: getattr(torch.cuda, function)(device) for name, function in names.items()}
     else:
         memory = {"peak_resident": peak_resident()}

@@ -325,8 +325,11 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     peak = 1e12 * teraflops if teraflops else None  # Without a datasheet, MFU is unknown.
     expected, measured = visit["expected_peak_bytes"], visit["memory_bytes"].get("peak_allocated")
     found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"]}
-    mfu = peak and speed * visit["flops_per_token"] / peak
-    found |= {"mfu": mfu, "mfu_of_flops_per_s": peak, "expected_peak_gb": expected / 1e9}
+    found |= {
+        "mfu": peak and speed * visit["flops_per_token"] / peak,
+        "mfu_of_flops_per_s": peak,
+        "expected_peak_gb": expected / 1e9,
+    }
     if measured:
         found |= {"peak_allocated_gb": measured / 1e9, "expected_over_peak": expected / measured}
     return {**found, "visit": visit}
