@@ -156,6 +156,12 @@ def connect_store(at: tuple[str, int], timeout: float) -> TCPStore:
         raise MissingRanksError(silence) from None
 
 
+def prefix_in_agent_store(restart_count: int) -> str:
+    """Return the prefix of the ranks' keys after a number of restarts. The store of the launcher or of torchrun still
+    has the keys of earlier starts."""
+    return f"megatron/{restart_count}"
+
+
 def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankInfo:
     """Wait until all ranks have joined. Return rank and world size of this process, with the rendezvous. A run of one
     rank has no rendezvous.
@@ -168,8 +174,7 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
     """
     if launch.world_size == 1:
         return launch.rank_info()
-    # If torchrun restarts the ranks, its store still has the keys of the earlier start.
-    prefix = f"megatron/{launch.restart_count}" if launch.use_agent_store else "megatron"
+    prefix = prefix_in_agent_store(launch.restart_count) if launch.use_agent_store else "megatron"
     with open_store(launch, is_server=launch.rank == 0 and not launch.use_agent_store) as (tcp, server):
         store, address = PrefixStore(prefix, tcp), address_towards(tcp.host)
         timed = TimedStore(store, launch.timeout)

@@ -55,6 +55,7 @@ from megatron.gpt2.dist.rendezvous import (
     describe_missing,
     join_rendezvous,
     open_store,
+    prefix_in_agent_store,
     report_lost_ranks,
     shutdown_distributed,
 )
@@ -382,9 +383,9 @@ class NodeAgent(LocalElasticAgent):
 
     def _has_reported_failure(self) -> bool:
         """Return whether a rank of any machine has reported a lost rank or a hang in this round."""
-        keys = (f"megatron/{self._attempt}/{key}" for key in ("lost", "hang"))
+        prefix = prefix_in_agent_store(self._attempt)
         try:
-            return any(self._tcp_store.check([key]) for key in keys)
+            return any(self._tcp_store.check([f"{prefix}/{key}"]) for key in ("lost", "hang"))
         except (dist.DistError, MissingRanksError):  # The store no longer exists.
             return True
 
