@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import re
 from collections.abc import Callable
 
@@ -36,12 +37,20 @@ def refuse(words: str, error: type[Exception] = ValueError) -> None:
     raise error(words)
 
 
-USED_MEMORY: list[bytes] = []
+USED_MEMORY: list[mmap.mmap] = []
+
+
+def use_memory() -> None:
+    """Use 100 MiB of new memory. The allocator could give memory that an earlier test has freed."""
+    USED_MEMORY.append(mmap.mmap(-1, 100 << 20))
+    USED_MEMORY[-1].write(bytes(100 << 20))
+
+
 BAD_READERS: dict[str, Callable[[], object]] = {
     "exception": lambda: refuse("missing", KeyError),
     "invariant": lambda: refuse("another length", AssertionError),
     "slow": lambda: sum(range(5_000_000)),
-    "memory": lambda: USED_MEMORY.append(b"x" * (100 << 20)),
+    "memory": use_memory,
     "no line": lambda: refuse("FOLDER/x: two\nlines"),
     "names nothing": lambda: refuse("somewhere"),
 }
