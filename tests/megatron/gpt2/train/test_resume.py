@@ -278,6 +278,7 @@ def test_a_schedule_that_has_ended_gives_a_warning(tmp_path: Path) -> None:
             "rounding (--recompute-granularity selective",
         ),
         ("float32", 1, "train", {"recompute_granularity": "selective"}, "bit-identical"),
+        ("float32", None, "train", {}, "rounding (a GPU without --deterministic)"),
     ],
 )
 def test_flags_that_matter_in_one_precision_or_on_one_device(
@@ -288,3 +289,5 @@ def test_flags_that_matter_in_one_precision_or_on_one_device(
     saved = {"train_iters": 10, "precision": precision, "computed_by": {"threads": threads}, "config": config}
     changed = {**saved, "config": {**config, section: {**config[section], **change}}}
     assert expected in resume_equivalence(saved, changed)
+    fixed = {**saved, "config": {**config, "train": {**config["train"], "deterministic": True}}}
+    assert resume_equivalence(fixed, fixed) == "bit-identical to the run that wrote it"
