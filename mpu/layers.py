@@ -12,7 +12,7 @@ layer therefore gets the same weights for every group size.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,21 @@ Device = torch.device | str | None
 # Computes dYᵀX [o, i] from dY [t, o] and X [t, i]. Returns None if the gradient is written to a buffer or computed
 # later.
 WeightGradFn = Callable[[Tensor, Tensor], Tensor | None]
+
+
+class GeluOutput(NamedTuple):
+    """The output of a linear layer with GELU, for a `RowParallelLinear`. In backward, this second layer computes the
+    gradients of z and of the first layer's bias. No gradient flows through y.
+
+    z, y: xAᵀ + a and gelu(z), [..., f].
+    bias: a [f].
+    approximate: see F.gelu.
+    """
+
+    z: Tensor
+    y: Tensor
+    bias: Tensor
+    approximate: str
 
 
 class ParallelLayer(nn.Module):
@@ -88,6 +103,8 @@ class _Linear(torch.autograd.Function):
     backward sums dX over the ranks (*f* in arXiv:1909.08053). With sequence parallelism each rank has a part of X:
     forward gathers the whole X, and backward gathers it again instead of saving it.
 
+    With gelu, F.gelu's `approximate`, forward returns Y and gelu(Y), and only Y has a gradient.
+
     In backward, the all-gather of X overlaps the computation of dX, and the reduction of dX overlaps the computation of
     dA.
     """
@@ -101,15 +118,22 @@ class _Linear(torch.autograd.Function):
         weight_grad_fn: WeightGradFn,
         group: ProcessGroup | None,
         sequence_parallel: bool,
-    ) -> Tensor:
+        gelu: str | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.weight_grad_fn, ctx.group, ctx.sequence_parallel = weight_grad_fn, group, sequence_parallel
         ctx.save_for_backward(x, weight)
         if group is not None and sequence_parallel:
             x, _ = all_gather_first_dim(x, group)
-        return F.linear(x, weight, bias)
+        if gelu is None:
+            return F.linear(x, weight, bias)
+        assert bias is not None
+        z, y = kernels.linear_gelu(x, weight, bias, gelu)
+        ctx.mark_non_differentiable(y)
+        ctx.set_materialize_grads(False)  # Otherwise backward gets zeros as the gradient of y.
+        return z, y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         # torch.compile cannot trace an asynchronous collective.
         overlap = not torch.compiler.is_compiling()
@@ -132,7 +156,31 @@ class _Linear(torch.autograd.Function):
             d_bias = dy.sum(dim=0)
         if reduction_of_dx is not None:
             reduction_of_dx.wait()
-        return dx, d_weight, d_bias, None, None, None
+        return dx, d_weight, d_bias, None, None, None, None
+
+
+class _LinearOfGelu(torch.autograd.Function):
+    """Memory for yBᵀ, where y = gelu(z). Backward returns the gradients of z and of a bias that was added to z, but no
+    gradient of y.
+
+    The caller computes the product after this function has saved its tensors. A recomputation needs only these tensors,
+    so it ends before the product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, y: Tensor, bias: Tensor, approximate: str, weight: Tensor, weight_grad_fn: WeightGradFn
+    ) -> Tensor:
+        ctx.approximate, ctx.weight_grad_fn = approximate, weight_grad_fn
+        ctx.save_for_backward(z, y, weight)
+        return y.new_empty(*y.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, y, weight = ctx.saved_tensors
+        dz, d_bias = kernels.linear_gelu_backward(grad, weight, z, ctx.approximate)
+        d_weight = ctx.weight_grad_fn(grad.reshape(-1, grad.size(-1)), y.reshape(-1, y.size(-1)))  # [..., o] -> [t, o]
+        return dz, None, d_bias, None, d_weight, None
 
 
 def linear(
@@ -231,11 +279,24 @@ class ColumnParallelLinear(ParallelLinear):
 
         bias_gradient: False if a function that uses the output computes the gradient of b.
         """
-        group = self.group if self.tp_size > 1 else None
-        is_part = self.sequence_parallel and group is not None
         bias = self.bias if bias_gradient or self.bias is None else self.bias.detach()
-        y = linear(x, self.weight, bias, self.weight_grad_fn, group, is_part)
+        y = linear(x, self.weight, bias, self.weight_grad_fn, *self._group_of_input)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
+
+    def with_gelu(self, x: Tensor, approximate: str) -> GeluOutput:
+        """[..., input_size] -> Y and gelu(Y) of this rank, for a GPU; see `kernels.has_fused_layer`.
+
+        approximate: see F.gelu.
+        """
+        assert self.bias is not None
+        linear_args = x, self.weight, self.bias.detach(), self.weight_grad_fn or kernels.weight_gradient
+        z, y = _Linear.apply(*linear_args, *self._group_of_input, approximate)  # type: ignore[no-untyped-call]
+        return GeluOutput(z, y, self.bias, approximate)
+
+    @property
+    def _group_of_input(self) -> tuple[ProcessGroup | None, bool]:
+        """The arguments `group` and `sequence_parallel` of `linear`."""
+        return (self.group, self.sequence_parallel) if self.tp_size > 1 else (None, False)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -281,6 +342,14 @@ class RowParallelLinear(ParallelLinear):
             return linear(x, self.weight, bias, self.weight_grad_fn)  # XAᵀ + b
         y = self.reduce(linear(x, self.weight, None, self.weight_grad_fn))
         return y if bias is None else y + bias.to(y.dtype)  # Under torch.autocast the bias has a higher precision.
+
+    def of_gelu(self, x: GeluOutput) -> Tensor:
+        """gelu(z)Aᵀ: [..., input_size/tp] -> [..., output_size]. The caller adds b."""
+        weight_grad_fn = self.weight_grad_fn or kernels.weight_gradient
+        y: Tensor = _LinearOfGelu.apply(*x, self.weight, weight_grad_fn)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            torch.mm(x.y.flatten(0, -2), self.weight.t(), out=y.detach().flatten(0, -2))
+        return y if self.tp_size == 1 else self.reduce(y)
 
 
 class _EmbeddingWithGradSink(torch.autograd.Function):

@@ -362,12 +362,12 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         linear layer                      adds the bias    computes its gradient
         attention.query_key_value         the layer        `split_qkv`; with documents or attention dropout, the layer
         attention.dense, dense_4h_to_h    `add_norm`       `add_norm`
-        mlp.dense_h_to_4h                 the layer        `gelu_with_bias_gradient`
+        mlp.dense_h_to_4h                 the layer        `linear_gelu_backward`
 
     The base class's forward runs in generation with a key-value cache, with selective recomputation, if torch's
     generators draw the masks of hidden dropout, and if `kernels.has_fused_layer` is false, because the fused functions
-    do not support these cases. The base class's forward also runs if a layer norm, `attention` or `mlp` has a hook,
-    because the fused forward does not call them as modules.
+    do not support these cases. The base class's forward also runs if a layer norm, `attention`, `mlp` or a linear layer
+    of `mlp` has a hook, because the fused forward does not call them as modules.
     """
 
     def forward(  # type: ignore[override]
@@ -383,7 +383,7 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         dropout_p = self.hidden_dropout if self.training else 0.0
         is_unsupported = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
         attention, mlp = self.attention, self.mlp
-        modules = self.input_layernorm, attention, self.post_attention_layernorm, mlp
+        modules = self.input_layernorm, attention, self.post_attention_layernorm, mlp, *mlp.children()
         if is_unsupported or not kernels.has_fused_layer(terms.x) or any(map(_has_hooks, modules)):
             return super().forward(kernels.sum_terms(x), packed_seq_params, attention_fn, dropout_seeds)
         seeds = dropout_seeds if dropout_p > 0 else None
@@ -401,9 +401,7 @@ class FusedTransformerLayer(ParallelTransformerLayer):
             x, branch, attention.dense.bias, seeds, dropout_p, POST_ATTENTION_DROPOUT, first_position
         )
         x, y = kernels.add_norm(terms, self.post_attention_layernorm)
-        intermediate = mlp.dense_h_to_4h(y, bias_gradient=False)  # [s, b, f/tp]
-        y = kernels.gelu_with_bias_gradient(intermediate, mlp.dense_h_to_4h.bias, mlp.gelu_approximate)
-        branch = mlp.dense_4h_to_h(y, skip_bias_add=True)
+        branch = mlp.dense_4h_to_h.of_gelu(mlp.dense_h_to_4h.with_gelu(y, mlp.gelu_approximate))
         return kernels.ResidualTerms(
             x, branch, mlp.dense_4h_to_h.bias, seeds, dropout_p, POST_MLP_DROPOUT, first_position
         )

@@ -32,7 +32,14 @@ from mpu.kernels.cross_entropy import (
     vocab_parallel_softmax,
 )
 from mpu.kernels.dropout import seeded_dropout
-from mpu.kernels.layer import ResidualTerms, add_norm, gelu_with_bias_gradient, has_fused_layer, sum_terms
+from mpu.kernels.layer import (
+    ResidualTerms,
+    add_norm,
+    has_fused_layer,
+    linear_gelu,
+    linear_gelu_backward,
+    sum_terms,
+)
 from mpu.kernels.linear import (
     linear_in_float32_blocks,
     matrix_vector_product,
@@ -55,9 +62,10 @@ __all__ = [
     "cast_for_autocast",
     "causal_attention",
     "gelu_tanh",
-    "gelu_with_bias_gradient",
     "has_fused_layer",
     "has_seeded_attention",
+    "linear_gelu",
+    "linear_gelu_backward",
     "linear_without_gradient",
     "rows_in_cache",
     "seeded_attention",

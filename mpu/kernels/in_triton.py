@@ -8,6 +8,11 @@ The kernels of a layer are explained in `layer.py`. A kernel that reads or compu
 output also sums this gradient, which gives the gradient of the bias. Each program sums its rows in float32, in an order
 that does not depend on the GPU, and `add_up` adds the sums of all programs.
 
+A product with GELU is one launch. Each program computes several tiles of the result, one after the other. In forward a
+program rounds a tile of z and writes the tile and its GELU. In backward it multiplies a tile of y's gradient by GELU's
+slopes. The tensor memory accelerator of the GPU (since Hopper) copies the tiles from and to memory. No GPU has run this
+kernel yet.
+
 The kernel of the loss reads each logit once from memory and overwrites it once. A program computes one row of logits
 (100 KB in bf16), so when it reads the row again, the row is in the cache of the GPU:
 
@@ -47,6 +52,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Kernels can read only global constants that are tl.constexpr.
 DROPOUT_BLOCKS = tl.constexpr(64)  # One Triton program computes this number of counter blocks: 1,024 elements.
@@ -63,7 +69,12 @@ LIST_BLOCK = tl.constexpr(1024)  # elements of a chunk that the program computes
 DROPOUT_WARPS = 2  # Each thread computes one block.
 LAYER_PROGRAMS = 264  # programs that share the rows of a sum: two for each multiprocessor of an H100
 LAYER_WARPS = LAYER_TILE.value // 512  # 16 elements for each thread, which are one block of random draws
+# A tile of a product has ROWS rows and COLUMNS columns. A step adds TERMS terms to each of its sums. A column of GROUP
+# tiles is computed before the next column, so the tiles find their operands in the GPU's cache.
+PRODUCT_TILE = {"ROWS": 128, "COLUMNS": 256, "TERMS": 64, "GROUP": 8}
+PRODUCT_STAGES, PRODUCT_WARPS = 3, 8
 SUM_WARPS = 8
+MOST_SUMS = 1024  # A program that adds up sums has no registers for more.
 LOSS_WARPS = 4
 LIST_WARPS = 8
 
@@ -168,6 +179,17 @@ def gelu_gate(z, bell, TANH: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def gelu_slope(z, TANH: tl.constexpr, FAST: tl.constexpr):
+    """gelu'(z)."""
+    bell = tl.exp(-0.5 * z * z)
+    gate = gelu_gate(z, bell, TANH, FAST)
+    if TANH:
+        return gate + z * gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * z * z)
+    else:
+        return gate + z * bell * 0.3989422804014327
+
+
+@triton.jit
 def gelu_kernel(x, y, size, TANH: tl.constexpr, FAST: tl.constexpr):
     """y = gelu(x). program_id is the number of a block of LAYER_TILE elements."""
     at = tl.program_id(0).to(tl.int64) * LAYER_TILE + tl.arange(0, LAYER_TILE)
@@ -198,31 +220,116 @@ def gelu_backward_kernel(dy, x, dx, sums, t, f, rows: tl.constexpr, TANH: tl.con
         row = tl.program_id(0) * rows + start + tl.arange(0, GELU_ROWS)
         inside = (row < t)[:, None] & (column < f)[None, :]
         at = row.to(tl.int64)[:, None] * f + column[None, :]
-        z = load(x + at, inside)
-        bell = tl.exp(-0.5 * z * z)
-        gate = gelu_gate(z, bell, TANH, FAST)
-        if TANH:
-            slope = gate + z * gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * z * z)
-        else:
-            slope = gate + z * bell * 0.3989422804014327
-        grad = load(dy + at, inside) * slope
+        grad = load(dy + at, inside) * gelu_slope(load(x + at, inside), TANH, FAST)
         tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=inside)
         total += grad
     tl.store(sums + tl.program_id(0) * f + column, tl.sum(total, axis=0), mask=column < f)
 
 
-def bias_gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """See `_bias_gelu_backward` of `layer.py`."""
-    dy, x = dy.contiguous(), x.contiguous()
-    f = x.size(-1)
+def gelu_backward_(grad: Tensor, total: Tensor, x: Tensor, approximate: str):
+    """See `_gelu_backward_` of `layer.py`."""
+    if not grad.is_contiguous():
+        return NotImplemented
+    x, f = x.contiguous(), x.size(-1)
     t = x.numel() // f
-    dx = torch.empty_like(x)
     rows, blocks = share_of_rows(t, GELU_ROWS.value)
     sums = x.new_empty(blocks, f, dtype=torch.float32)
     gelu_backward_kernel[blocks, triton.cdiv(f, GELU_COLUMNS.value)](
-        dy, x, dx, sums, t, f, rows, **formula(x, approximate), num_warps=LAYER_WARPS
+        grad, x, grad, sums, t, f, rows, **formula(x, approximate), num_warps=LAYER_WARPS
     )
-    return dx, add_up(sums, x.dtype)
+    add_up(sums, total)
+    return None
+
+
+@triton.jit
+def product_gelu_kernel(
+    a, b, vector, z, out, t, f, h, BACKWARD: tl.constexpr, TANH: tl.constexpr, FAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Forward: z = abᵀ + vector and out = gelu(z), for a [t, h], b [f, h] and vector [f]. Backward, with b [h, f]:
+    out = gelu'(z) · ab, and the sums of out in vector [tiles of rows, f]."""
+    QUARTER: tl.constexpr = COLUMNS // 4
+    across = tl.cdiv(f, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(t, ROWS) * across, tl.num_programs(0), flatten=True):
+        first = tile // (GROUP * across) * GROUP
+        height = min(tl.cdiv(t, ROWS) - first, GROUP)
+        block = first + tile % (GROUP * across) % height
+        row, column = block * ROWS, tile % (GROUP * across) // height * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(tl.cdiv(h, TERMS)):
+            term = step * TERMS
+            if BACKWARD:
+                total = tl.dot(a.load([row, term]), b.load([term, column]), total)
+            else:
+                total = tl.dot(a.load([row, term]), b.load([column, term]).T, total)
+        # A quarter of a tile has GELU at once, because a whole tile would not fit into the registers.
+        for half in tl.static_range(2):
+            for quarter in tl.static_range(2):
+                value = part_of_columns(part_of_columns(total, half), quarter)
+                at = column + (2 * half + quarter) * QUARTER
+                columns = at + tl.arange(0, QUARTER)
+                if BACKWARD:
+                    value *= gelu_slope(z.load([row, at]).to(tl.float32), TANH, FAST)
+                    tl.store(vector + block * f + columns, tl.sum(value, axis=0), mask=columns < f)
+                else:
+                    rounded = (value + load(vector + columns, columns < f)[None, :]).to(z.dtype)
+                    z.store([row, at], rounded)
+                    value = rounded.to(tl.float32)
+                    value *= gelu_gate(value, tl.exp(-0.5 * value * value), TANH, FAST)
+                out.store([row, at], value.to(out.dtype))
+
+
+@triton.jit
+def part_of_columns(x, NUMBER: tl.constexpr):
+    """Return the left (0) or right (1) half of the columns of x."""
+    left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+    return left if NUMBER == 0 else right
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str):
+    """See `_linear_gelu` of `layer.py`."""
+    z, out = (x.new_empty(*x.shape[:-1], len(weight)) for _ in range(2))
+    return (z, out) if product_gelu(x, weight, bias, z, out, approximate) else NotImplemented
+
+
+def linear_gelu_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str):
+    """See `_linear_gelu_backward` of `layer.py`."""
+    z = z.contiguous()
+    dz, f = torch.empty_like(z), z.size(-1)
+    sums = z.new_empty(triton.cdiv(z.numel() // f, PRODUCT_TILE["ROWS"]), f, dtype=torch.float32)
+    if len(sums) > MOST_SUMS or not product_gelu(dy, weight, sums, z, dz, approximate, backward=True):
+        return NotImplemented
+    return dz, add_up(sums, z.new_empty(f))
+
+
+def product_gelu(
+    a: Tensor, b: Tensor, vector: Tensor, z: Tensor, out: Tensor, approximate: str, backward: bool = False
+) -> bool:
+    """Launch `product_gelu_kernel`. Return False, and launch nothing, if it does not support the arguments."""
+    a, b = a.flatten(0, -2).contiguous(), b.contiguous()
+    z, out = z.view(-1, z.size(-1)), out.view(-1, out.size(-1))
+    matrices = a, b, z, out
+    has_rows_of_16_bytes = all(x.size(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in matrices)
+    if a.dtype == torch.float32 or not has_rows_of_16_bytes:
+        return False
+    processors = 3  # in Triton's interpreter
+    if a.is_cuda:
+        properties = torch.cuda.get_device_properties(a.device)
+        if properties.major < 9:
+            return False
+        processors = properties.multi_processor_count
+    rows, columns, terms, _ = PRODUCT_TILE.values()
+    shapes = (rows, terms), (terms, columns) if backward else (columns, terms), *[(rows, columns // 4)] * 2
+    of_a, of_b, of_z, of_out = (
+        TensorDescriptor.from_tensor(x, list(shape)) for x, shape in zip(matrices, shapes, strict=True)
+    )
+    t, f = z.shape
+    tiles = triton.cdiv(t, rows) * triton.cdiv(f, columns)
+    product_gelu_kernel[(min(tiles, processors),)](
+        of_a, of_b, vector, of_z, of_out, t, f, a.size(1), backward, **formula(a, approximate), **PRODUCT_TILE,
+        num_stages=PRODUCT_STAGES, num_warps=PRODUCT_WARPS,
+    )  # fmt: skip
+    return True
 
 
 @triton.jit
@@ -235,9 +342,9 @@ def add_up_kernel(sums, out, programs, width, ROWS: tl.constexpr):
     tl.store(out + column, tl.sum(value, axis=0).to(out.dtype.element_ty), mask=column < width)
 
 
-def add_up(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [programs, ...] -> the sum over the programs, in one launch. torch would take three launches."""
-    out = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
+def add_up(sums: Tensor, out: Tensor) -> Tensor:
+    """Write the sum over the programs of sums, float32 [programs, ...], to out [...], in one launch. torch would take
+    three launches."""
     add_up_kernel[(triton.cdiv(out.numel(), SUM_COLUMNS.value),)](
         sums, out, len(sums), out.numel(), ROWS=triton.next_power_of_2(len(sums)), num_warps=SUM_WARPS
     )
@@ -280,7 +387,7 @@ def stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         dq, dk, dv, out, sums, s * b, b, n, d, *dq.stride()[:3],
         rows, ROWS=at_once, COLUMNS=columns, num_warps=LAYER_WARPS,
     )  # fmt: skip
-    return out, add_up(sums, dq.dtype)
+    return out, add_up(sums, dq.new_empty(sums.shape[1:]))
 
 
 @triton.jit
@@ -420,7 +527,7 @@ def bias_dropout_add_norm_backward(
         LOCATION=location, DROPOUT=seeds is not None, NORM=weight is not None,
         STAGES=1 if grad.dtype == torch.float32 else LAYER_STAGES, **shape,  # Wide rows in float32 fill the registers.
     )  # fmt: skip
-    return dx, d_branch, add_up(sums, grad.dtype)
+    return dx, d_branch, add_up(sums, grad.new_empty(sums.shape[1:]))
 
 
 def tile(h: int) -> dict[str, int]:

@@ -1,15 +1,21 @@
 """Operations of a transformer layer between its matrix products, for a GPU. Memory bandwidth limits them.
 
-    add_norm:                  out = x + dropout(branch + bias) and y = norm(out)
-    split_qkv:                 queries, keys and values; backward copies their gradients once
-    gelu_with_bias_gradient:   gelu(x)
+    add_norm:               out = x + dropout(branch + bias) and y = norm(out)
+    split_qkv:              queries, keys and values; backward copies their gradients once
+    linear_gelu:            z = xAᵀ + a and y = gelu(z)
+    linear_gelu_backward:   the gradient of z from the gradient of yBᵀ
 
 The functions that use the output of a linear layer take the bias of the layer as an argument. The gradient of the bias
 is a sum of the gradient of the output, whose values are in registers in the backward of these functions.
 
-A pass reads or writes as many elements as the layer's input has. Between its products, a layer without dropout takes 42
-passes; torch's operators take 63 and torch.compile takes 56. With dropout these numbers are 44, 71 and 65.
-`tests/fake_cuda/test_kernels.py` counts the passes. `in_triton.py` has the times on an H200.
+The last two operators contain a matrix product. Their Triton kernels compute GELU while the product's result is in
+registers, so z is not read again in forward, and the gradient of y is never written. A GPU measures whether these
+kernels are faster than a product of torch, which is followed by a kernel for GELU.
+
+A pass reads or writes as many elements as the layer's input has. In addition to its products, a layer without dropout
+takes 30 passes if GELU is computed with the products, and else 42; torch's operators take 63 and torch.compile takes
+56. With dropout these numbers are 32, 44, 71 and 65. `tests/fake_cuda/test_kernels.py` counts the passes.
+`in_triton.py` has the times on an H200.
 
 Legend: b batch, s sequence, t = s · b tokens, h hidden, n heads, d head size.
 """
@@ -50,15 +56,6 @@ def has_fused_layer(x: Tensor) -> bool:
     return x.is_cuda and is_supported and not torch.is_autocast_enabled("cuda")
 
 
-def gelu_with_bias_gradient(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """gelu(x) of any shape [..., f].
-
-    bias: the bias [f] that was already added to x. Backward returns the gradient of the bias.
-    """
-    out: Tensor = _Gelu.apply(x, bias, approximate)  # type: ignore[no-untyped-call]
-    return out
-
-
 def split_qkv(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """[s, b, n, 3, d] -> three views [b, n, s, d].
 
@@ -81,21 +78,6 @@ def add_norm(terms: ResidualTerms, norm: torch.nn.LayerNorm | None) -> tuple[Ten
 def sum_terms(x: Tensor | ResidualTerms) -> Tensor:
     """Return the hidden states [s, b, h]: x, or the sum of its terms if x is `ResidualTerms`."""
     return x if isinstance(x, Tensor) else add_norm(x, None)[0]
-
-
-class _Gelu(torch.autograd.Function):
-    """x [..., f], bias [f] -> gelu(x) [..., f]. Forward ignores the bias; backward returns its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.approximate = approximate
-        return GELU(x, approximate)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        return *GELU_BACKWARD(dy, x, ctx.approximate), None
 
 
 class _SplitQKV(torch.autograd.Function):
@@ -157,15 +139,43 @@ def _gelu_examples(dtype: torch.dtype) -> Examples:
         yield example_tensor(dtype, 5, 3, 300), approximate
 
 
-def _bias_gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """[..., f], [..., f] -> the gradient of x, and its sum [f]."""
-    dx = torch.ops.aten.gelu_backward(dy.contiguous(), x.contiguous(), approximate=approximate)
-    return dx, dx.flatten(0, -2).sum(dim=0)
+def _gelu_backward_(grad: Tensor, total: Tensor, x: Tensor, approximate: str) -> None:
+    """Replace grad [..., f], the gradient of gelu(x), by the gradient of x [..., f], and total [f] by its sum."""
+    grad.copy_(torch.ops.aten.gelu_backward(grad, x, approximate=approximate))
+    total.copy_(grad.flatten(0, -2).sum(dim=0))
 
 
 def _gelu_backward_examples(dtype: torch.dtype) -> Examples:
     for x, approximate in _gelu_examples(dtype):
-        yield x.flip(0), x, approximate
+        yield x.flip(0), x[0, 0].clone(), x, approximate
+
+
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """[..., h], [f, h], [f] -> z = xAᵀ + a and gelu(z), [..., f].
+
+    approximate: see F.gelu.
+    """
+    z = F.linear(x, weight, bias)
+    return z, GELU(z, approximate)
+
+
+def _linear_gelu_examples(dtype: torch.dtype) -> Examples:
+    if dtype != torch.float32:  # The kernels multiply only 16-bit numbers.
+        for approximate in ("tanh", "none"):
+            x, weight, bias = (example_tensor(dtype, *shape) for shape in ((5, 30, 72), (264, 72), (264,)))
+            yield x, weight / 9, bias, approximate
+
+
+def _linear_gelu_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """[..., h], [h, f], [..., f] -> the gradient of z from the gradient dy of gelu(z)Bᵀ, and its sum [f]."""
+    dz, d_bias = dy @ weight, z.new_empty(z.size(-1))
+    GELU_BACKWARD(dz, d_bias, z, approximate)
+    return dz, d_bias
+
+
+def _linear_gelu_backward_examples(dtype: torch.dtype) -> Examples:
+    for x, weight, _, approximate in _linear_gelu_examples(dtype):
+        yield x, weight.t().contiguous(), example_tensor(dtype, 5, 30, 264), approximate
 
 
 def _stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +295,9 @@ def _add_norm_backward_fake(grad: Tensor, *rest: Any) -> Any:
 
 
 GELU = TritonKernel(_gelu, _gelu_examples)
-GELU_BACKWARD = TritonKernel(_bias_gelu_backward, _gelu_backward_examples)
+GELU_BACKWARD = TritonKernel(_gelu_backward_, _gelu_backward_examples, mutates_args=("grad", "total"))
+linear_gelu = TritonKernel(_linear_gelu, _linear_gelu_examples, is_measured=True)
+linear_gelu_backward = TritonKernel(_linear_gelu_backward, _linear_gelu_backward_examples, is_measured=True)
 STACK_QKV = TritonKernel(_stack_qkv, _qkv_examples)
 ADD_NORM = TritonKernel(_bias_dropout_add_norm, _add_norm_examples, fake=_add_norm_fake)
 ADD_NORM_BACKWARD = TritonKernel(

@@ -17,7 +17,7 @@ A call on a CPU calls the reference. A call on a GPU or in a compiled layer call
 which torch.compile does not trace into. In a run, the operator's first call with a dtype on a GPU compares the Triton
 kernel with the reference on the examples. If the results differ, or if the kernel cannot be compiled, one line in the
 log of Python's `logging` says so, and the run uses the reference. So an untested GPU or compiler can make a run slower,
-but not wrong.
+but not wrong. An operator with `is_measured` also compares the times, and uses the faster of the two.
 
 To test a Triton kernel without a GPU, call `TritonKernel.run` with CPU tensors in Triton's interpreter
 (TRITON_INTERPRET=1); see `tests/fake_cuda/interpreted.py`.
@@ -38,6 +38,10 @@ Examples = Iterator[tuple[Any, ...]]
 
 # This difference of a kernel from its reference is always allowed. It is relative to the reference's largest value.
 MIN_TOLERANCE = 1e-5
+# A kernel with `is_measured` must be faster than its reference by this factor, so that two runs on one machine choose
+# the same function.
+MIN_SPEEDUP = 1.05
+REPEATS = 10  # timed calls
 
 
 class TritonKernel(Generic[P, R]):
@@ -51,6 +55,9 @@ class TritonKernel(Generic[P, R]):
     mutates_args: names of the arguments that the operation writes into.
     fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). A
         reference that reads values or uses the CPU needs a fake.
+    is_measured: the first call with arguments of these shapes on a GPU times the kernel and the reference, and later
+        calls use the faster one. With torch's deterministic algorithms this is the reference, because measured times
+        differ between runs. For operators that change no argument.
 
     name: the name of the operator in torch.ops.mpu, and of the kernel.
     written: the positions of the arguments that the operation writes into.
@@ -63,12 +70,14 @@ class TritonKernel(Generic[P, R]):
         examples: Callable[[torch.dtype], Examples],
         mutates_args: Sequence[str] = (),
         fake: Callable[..., R] | None = None,
+        is_measured: bool = False,
     ) -> None:
         self.name, self.reference, self.examples = reference.__name__.removeprefix("_"), reference, examples
-        self.fake = fake or reference
+        self.fake, self.is_measured = fake or reference, is_measured
         names = list(inspect.signature(reference).parameters)
         self.written = [names.index(name) for name in mutates_args]
         self._chosen: dict[torch.dtype, Callable[P, R]] = {}
+        self._fastest: dict[tuple[Any, ...], Callable[P, R]] = {}
         self.operator = torch.library.custom_op(
             f"mpu::{self.name}",
             reference,
@@ -108,7 +117,13 @@ class TritonKernel(Generic[P, R]):
                     problem,
                 )
             self._chosen[dtype] = self.reference if problem else self.kernel
-        output = self._chosen[dtype](*args, **kwargs)
+        function = self._chosen[dtype]
+        if self.is_measured and first.is_cuda and function is self.kernel:
+            key = device, dtype, *(x.shape for x in args if isinstance(x, Tensor))
+            if key not in self._fastest:
+                self._fastest[key] = self.fastest(*args, **kwargs)
+            function = self._fastest[key]
+        output = function(*args, **kwargs)
         return self.reference(*args, **kwargs) if output is NotImplemented else output
 
     def compare(self, device: torch.device, dtype: torch.dtype) -> str:
@@ -127,6 +142,16 @@ class TritonKernel(Generic[P, R]):
                     return f"it differs from its reference by {difference:.1e} of the largest value {tuple(x.shape)}"
         return ""
 
+    def fastest(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
+        """Return the kernel if it is faster than the reference for these arguments, else the reference."""
+        if torch.are_deterministic_algorithms_enabled() or self.kernel(*args, **kwargs) is NotImplemented:
+            return self.reference
+        kernel, reference = (
+            milliseconds(functools.partial(function, *args, **kwargs)) for function in (self.kernel, self.reference)
+        )
+        logging.getLogger(__name__).info("%s: Triton %.3f ms, PyTorch %.3f ms", self.name, kernel, reference)
+        return self.kernel if kernel * MIN_SPEEDUP < reference else self.reference
+
     def _results(self, function: Callable[..., Any], example: Sequence[Any], device: torch.device) -> list[Tensor]:
         """Call a function with a copy of `example` on `device`, and return its results and the arguments that it
         changes."""
@@ -140,6 +165,18 @@ class TritonKernel(Generic[P, R]):
         results = [function(*args), *(args[index] for index in self.written)]
         flat = [x for result in results for x in (result if isinstance(result, tuple | list) else [result])]
         return [x for x in flat if isinstance(x, Tensor) and x.numel()]
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Return the mean time of `work` on the current stream of the GPU, after one call that is not timed."""
+    work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPEATS):
+        work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / REPEATS
 
 
 def example_tensor(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -433,10 +433,11 @@ class FakeGPU(TorchDispatchMode):
             self._check_pending(on_gpu, changed)
         out = func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
+        only_written = [kwargs["out"]] if "out" in kwargs else []
         if func.namespace == "mpu":
             made += written(func, args, kwargs)  # mpu's operators do not return the tensors that they write into.
-            only_written = args[5] if name == "adamw_" else args[0] if name == "add_grads_" and not args[2] else ()
-            on_gpu = [x for x in on_gpu if not any(x is other for other in only_written)]
+            only_written = args[5] if name == "adamw_" else args[0] if name == "add_grads_" and not args[2] else []
+        on_gpu = [x for x in on_gpu if not any(x is other for other in only_written)]
         for tensor in (*on_gpu, *made):
             self.memory.add(tensor)
         self._order.take(made)

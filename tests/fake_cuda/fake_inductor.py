@@ -23,7 +23,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import MultiOutput, MultiOutputLayout
+from torch._inductor.ir import MultiOutput, MultiOutputLayout, NoneLayout
 from torch._inductor.scheduler import NopKernelSchedulerNode
 
 from tests.fake_cuda.fake_gpu import H200, FakeGPU, Kernel
@@ -122,7 +122,7 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
         written = sum(
             int(output.node.get_layout().storage_size()) * output.node.get_dtype().itemsize
             for output in node.get_outputs()
-            if not isinstance(output.node.layout, MultiOutputLayout)
+            if not isinstance(output.node.layout, MultiOutputLayout | NoneLayout)
         )
         moved = int(node.get_read_write_buffers_sizes())
         name: str = "triton"
@@ -161,9 +161,12 @@ def assembled(
     architecture: str,
     *,
     attributes: dict[tuple[int], Any],
-    warps: int,
+    **options: int,
 ) -> Assembled:
-    """Compile a Triton function with these argument types and constants."""
+    """Compile a Triton function with these argument types and constants.
+
+    options: num_warps and num_stages.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
@@ -173,7 +176,7 @@ def assembled(
     source = ASTSource(function, signature, constants, attributes)
     said = subprocess.run(
         [get_ptxas(target.arch).path, "-v", f"--gpu-name={architecture}", "-", "-o", "/dev/null"],
-        input=triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"],
+        input=triton.compile(source, target=target, options=options).asm["ptx"],
         capture_output=True,
         text=True,
         check=True,

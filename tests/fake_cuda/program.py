@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from megatron.gpt2.model import gpt2
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer, build_trainer
+from mpu.kernels.triton_kernel import TritonKernel
 from tests.fake_cuda.fake_gpu import FakeGPU
 
 BUDGETS = Path(__file__).with_name("budgets.json")
@@ -56,13 +58,29 @@ def say_the_same(texts: list[str], text: str, group: object = None) -> None:
     texts[:] = [text] * len(texts)
 
 
+call_kernel = TritonKernel.__call__
+
+
+def call_unless_measured(kernel: TritonKernel[Any, Any], *args: Any) -> Any:
+    return kernel.reference(*args) if kernel.is_measured else call_kernel(kernel, *args)
+
+
 @contextlib.contextmanager
 def running(
-    text: Path, save: Path, flags: str = "", *, rank: int = 0, world_size: int = 1, log: Log = lambda line: None
+    text: Path,
+    save: Path,
+    flags: str = "",
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    log: Log = lambda line: None,
+    measured_kernels: bool = False,
 ) -> Iterator[tuple[Trainer, FakeGPU]]:
     """Build a run with `FLAGS` and `flags` on a fake GPU, and yield the trainer and the GPU.
 
     text: the folder of documents.jsonl.
+    measured_kernels: use the operators that a GPU uses only if they are faster than their references; see
+        `TritonKernel`.
     """
     with FakeGPU() as gpu, contextlib.ExitStack() as stack:
         if "--compile" in flags:
@@ -71,6 +89,8 @@ def running(
             stack.enter_context(fake_inductor(gpu))
         # Time each attention kernel once, and do not initialise weights: a fake device has neither times nor values.
         stack.enter_context(mock.patch.object(devices, "REPEATS", 1))
+        if not measured_kernels:
+            stack.enter_context(mock.patch.object(TritonKernel, "__call__", call_unless_measured))
         stack.enter_context(mock.patch.object(gpt2, "seeded_normal", lambda *_: lambda weight: None))
         # The fake process group gathers no strings, so every rank's string is replaced by the string of the current
         # rank.

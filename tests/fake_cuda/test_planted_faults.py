@@ -209,7 +209,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "a sum of dX over the wrong group": (
         groups,
-        extra(layers._Linear, "backward", lambda ctx, dy: setattr(ctx, "group", dist.group.WORLD)),
+        extra(layers._Linear, "backward", lambda ctx, dy, *_: setattr(ctx, "group", dist.group.WORLD)),
         "'world: allreduce",
     ),
     "the host overwrites a pinned batch on its way": (

@@ -98,6 +98,7 @@ HOOKS = {
     "post_attention_layernorm": "register_forward_pre_hook",
     "attention": "register_full_backward_hook",
     "mlp": "register_full_backward_pre_hook",
+    "mlp.dense_4h_to_h": "register_forward_hook",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.kernels import cross_entropy, dropout, layer, optimizer
+from mpu.kernels import cross_entropy, dropout, layer, optimizer, triton_kernel
 from mpu.kernels.triton_kernel import Examples, TritonKernel, example_tensor
 
 KERNELS = list(
@@ -104,3 +104,36 @@ def test_a_wrong_returned_tensor_is_found():
     tested = TritonKernel(test_double, lambda dtype: iter([(example_tensor(dtype, 3),)]))
     tested.kernel = lambda x: 2.1 * x
     assert "it differs from its reference" in tested.compare(torch.device("cpu"), torch.float32)
+
+
+def test_a_measured_kernel_is_used_for_the_shapes_for_which_it_is_faster(monkeypatch: pytest.MonkeyPatch):
+    def test_triple(x: Tensor, factor: float) -> Tensor:
+        return 3 * x
+
+    def kernel(x: Tensor, factor: float) -> Any:
+        return 3 * x + 1e-6 if factor == 1.0 else NotImplemented
+
+    timed, times = (
+        list[Any](),
+        {3: (1.0, 1.1), 4: (1.0, 1.04), 5: (1.1, 1.0)},
+    )  # by size: of the kernel and the reference
+
+    def milliseconds(work: Callable[[], Tensor]) -> float:
+        result = work()
+        timed.append(result)
+        return times[len(result)][bool((result == 3).all())]
+
+    tested = TritonKernel(test_triple, lambda dtype: iter([(example_tensor(dtype, 3), 1.0)]), is_measured=True)
+    tested.kernel = kernel
+    monkeypatch.setattr(triton_kernel, "milliseconds", milliseconds)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
+    for size, is_kernel in ((3, True), (4, False), (3, True), (5, False)):
+        assert (tested.run(torch.ones(size), 1.0) > 3).all() == is_kernel
+    assert len(timed) == 2 * len(times), "each shape is timed once"
+    assert tested.fastest(torch.ones(3), 2.0) is test_triple, "the kernel does not support the arguments"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert tested.fastest(torch.ones(3), 1.0) is test_triple
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(timed) == 2 * len(times)

@@ -335,7 +335,7 @@ class Recorder(TorchDispatchMode):
         """Record a Triton kernel as one operator. `kernel.fake` makes the outputs, because a call of the custom
         operator would load torch's compiler."""
         tensors = tensors_in(args)
-        if not tensors[0].is_cuda:
+        if not tensors[0].is_cuda or kernel.is_measured:  # Whether a GPU uses a measured kernel is unknown.
             return kernel.reference(*args)
         self._in_kernel = True
         with torch.no_grad():
