@@ -7,7 +7,7 @@ Legend: b micro-batch, s sequence, n heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,8 @@ import mpu
 from benchmarks import harness
 from benchmarks.gpu_first_minutes import CaseRecorder, is_broken
 from benchmarks.harness import milliseconds
+from mpu.kernels.layer import linear_gelu, linear_gelu_backward
+from mpu.kernels.triton_kernel import TritonKernel
 
 if TYPE_CHECKING:
     from benchmarks.gpu.stages import StageConfig
@@ -39,6 +41,9 @@ def tables(cfg: StageConfig, cases: CaseRecorder) -> None:
     for name in cfg.names:
         cross_entropy(cfg, cases, name)
         attention(cfg, cases, name)
+    for name in cfg.names:
+        head(cfg, cases, name)
+        mlp(cfg, cases, name)
 
 
 def time_arms(cfg: StageConfig, cases: CaseRecorder, what: str, arms: Arms, flops: float = 0.0) -> None:
@@ -49,7 +54,7 @@ def time_arms(cfg: StageConfig, cases: CaseRecorder, what: str, arms: Arms, flop
         before = torch.cuda.memory_allocated() if on_gpu else 0
         try:
             ms = milliseconds(work, cfg.device, cfg.repeats)
-        except RuntimeError as error:
+        except (RuntimeError, ImportError) as error:
             if is_broken(error):
                 raise
             return {"unsupported": harness.strip_paths(f"{error}".splitlines()[0])}
@@ -111,3 +116,67 @@ def attention(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
         for which, call, times in (("forward", forward, 1), ("forward and backward", both, 3)):
             arms: Arms = {backend: partial(call, kind, p) for backend, kind in BACKENDS.items()}
             time_arms(cfg, cases, f"attention, {name}, {which}, dropout {p}", arms, flops=times * flops)
+
+
+def head(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
+    """Time the logits of 32 samples: in bf16, and in fp8 with one scale for each matrix."""
+    workload = cfg.workload(name)
+    t, h, v = workload.micro_batch_size * workload.seq_length, workload.hidden_size, 50304
+    hidden, weight = random_tensor(cfg, t, h), random_tensor(cfg, v, h)
+
+    def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
+        return (x / scale).to(torch.float8_e4m3fn), scale
+
+    def in_fp8() -> Tensor:
+        (x, x_scale), (w, w_scale) = rounded(hidden), rounded(weight)
+        return torch._scaled_mm(x, w.t(), x_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    arms: Arms = {"bf16": partial(F.linear, hidden, weight), "fp8": in_fp8}
+    time_arms(cfg, cases, f"head, {name}", arms, flops=2.0 * t * h * v)
+
+
+def mlp(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
+    """Time `linear_gelu` and `linear_gelu_backward` for 32 samples: torch's product and a kernel for GELU, one Triton
+    kernel, cuBLASLt if nvmath-python is installed, and for the first model torch.compile with its own choice."""
+    workload = cfg.workload(name)
+    t, h = workload.micro_batch_size * workload.seq_length, workload.hidden_size
+    x, up, bias = random_tensor(cfg, t, h), random_tensor(cfg, 4 * h, h), random_tensor(cfg, 4 * h)
+    down, z = random_tensor(cfg, h, 4 * h), random_tensor(cfg, t, 4 * h)
+
+    def forward() -> object:
+        z = F.linear(x, up, bias)
+        return z, F.gelu(z, approximate="tanh")
+
+    def backward() -> object:
+        dz = torch.ops.aten.gelu_backward(x @ down, z, approximate="tanh")
+        return dz, dz.sum(0)
+
+    def in_triton(kernel: TritonKernel[Any, Any], *args: Any) -> None:
+        if kernel.kernel(*args) is NotImplemented:
+            raise NotImplementedError("the kernel does not support this GPU")
+
+    def by_cublaslt(epilogue: str, a: Tensor, b: Tensor, **inputs: Tensor) -> Callable[[], Any]:
+        @cache
+        def product() -> Any:
+            from nvmath.linalg import advanced  # type: ignore[import-not-found]
+
+            planned = advanced.Matmul(a, b)
+            planned.plan(epilog=advanced.MatmulEpilog[epilogue], epilog_inputs=inputs)
+            return planned
+
+        return lambda: product().execute()
+
+    for kernel, args, plain, cublaslt in (
+        (linear_gelu, (x, up, bias), forward, by_cublaslt("GELU_AUX_BIAS", up, x.t(), bias=bias)),
+        (linear_gelu_backward, (x, down, z), backward, by_cublaslt("DGELU_BGRAD", down.t(), x.t(), gelu_aux=z.t())),
+    ):
+        arms: Arms = {
+            "torch and Triton": partial(kernel.reference, *args, "tanh"),
+            "Triton": partial(in_triton, kernel, *args, "tanh"),
+            "cuBLASLt": cublaslt,
+        }
+        if name == cfg.names[0]:  # The choice takes up to a minute.
+            options: dict[str, Any] = {"backend": "eager"} if cfg.smoke else {"mode": "max-autotune-no-cudagraphs"}
+            arms["max-autotune"] = torch.compile(plain, **options)
+        time_arms(cfg, cases, f"{kernel.name}, {name}", arms, flops=8.0 * t * h * h)
