@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +166,18 @@ def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> N
     return checkpoint
 
 
-def saved_best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
+def saved_best_loss(folder: Path, data: Mapping[str, str], log: Log) -> float:
     """Return the validation loss, in nats per token, of the checkpoint in `folder`. Return infinity if the folder has
-    no valid checkpoint, or if the checkpoint was trained on different data."""
+    no valid checkpoint, or if the checkpoint has other fingerprints than `data`.
+
+    data: the metadata `data_fingerprint` and `held_out_fingerprint`. Older checkpoints lack the second one.
+    """
     try:
         checkpoint = find_checkpoint(folder, log=log, verify=False)
     except ValueError as error:
         log(f"WARNING: {error}")
         return math.inf
-    if checkpoint is None or checkpoint.metadata.get("data_fingerprint") != data_fingerprint:
+    if checkpoint is None or any(checkpoint.metadata.get(name, data[name]) != data[name] for name in data):
         return math.inf
     return float(checkpoint.metadata.get("valid_loss", math.inf))
 

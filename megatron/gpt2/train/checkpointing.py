@@ -125,12 +125,13 @@ class CheckpointManager:
         """Write a checkpoint of this iteration into the folder `best` if `valid_loss`, in nats per token, is the lowest
         so far."""
         self._before_save()
-        folder, data = self._context.save_directory / BEST, self._context.splits.fingerprint
+        folder, splits = self._context.save_directory / BEST, self._context.splits
+        data = {"data_fingerprint": splits.fingerprint, "held_out_fingerprint": splits.held_out_fingerprint}
         self.finish()  # A thread may still write the previous best checkpoint.
         lower = self._parallel.rank == 0 and valid_loss < saved_best_loss(folder, data, self._log.info)
         if any(gather_strings("lower" if lower else "")):
             iteration, files, metadata = self._contents()
-            self._saver.save(iteration, files, metadata | {"valid_loss": valid_loss}, into=folder)
+            self._saver.save(iteration, files, metadata | data | {"valid_loss": valid_loss}, into=folder)
 
     def finish(self) -> None:
         """Wait for a save that --async-save has started. Raises StopRun on every rank if the storage is too slow."""

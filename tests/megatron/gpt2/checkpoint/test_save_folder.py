@@ -173,8 +173,13 @@ def losses(rank: int, world_size: int, folder: Path) -> list[tuple[int, float, l
         trainer.checkpoints.save()
         trainer.checkpoints.finish()  # All ranks call `finish`.
         finish(trainer)
-    assert saved_best_loss(folder / "save/best", trainer.data.splits.fingerprint, pytest.fail) == 2.4
-    assert saved_best_loss(folder / "save/best", "other data", pytest.fail) == math.inf
+    splits = trainer.data.splits
+    data = {"data_fingerprint": splits.fingerprint, "held_out_fingerprint": splits.held_out_fingerprint}
+    assert saved_best_loss(folder / "save/best", data, pytest.fail) == 2.4
+    for name in data:
+        assert saved_best_loss(folder / "save/best", {**data, name: "other data"}, pytest.fail) == math.inf
+    unknown = data | {"unknown to an older version": "x"}
+    assert saved_best_loss(folder / "save/best", unknown, pytest.fail) == 2.4
     return seen
 
 
@@ -184,7 +189,7 @@ def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
     for seen in run_ranks(losses, 2, tmp_path):
         assert seen[1:] == [*expected, (6, 2.4, ["iter_0000006"])]
     (tmp_path / "save/best/iter_0000006/manifest.json").write_text("{}")
-    assert saved_best_loss(tmp_path / "save/best", "", lambda line: None) == math.inf
+    assert saved_best_loss(tmp_path / "save/best", {}, lambda line: None) == math.inf
 
 
 def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
