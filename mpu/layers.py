@@ -103,7 +103,8 @@ class _Linear(torch.autograd.Function):
     backward sums dX over the ranks (*f* in arXiv:1909.08053). With sequence parallelism each rank has a part of X:
     forward gathers the whole X, and backward gathers it again instead of saving it.
 
-    With gelu, F.gelu's `approximate`, forward returns Y and gelu(Y), and only Y has a gradient.
+    If `gelu` is given, which is the argument `approximate` of F.gelu, forward returns Y and gelu(Y). Only Y has a
+    gradient.
 
     In backward, the all-gather of X overlaps the computation of dX, and the reduction of dX overlaps the computation of
     dA.
@@ -115,12 +116,13 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        weight_grad_fn: WeightGradFn,
+        weight_grad_fn: WeightGradFn | None,
         group: ProcessGroup | None,
         sequence_parallel: bool,
         gelu: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.weight_grad_fn, ctx.group, ctx.sequence_parallel = weight_grad_fn, group, sequence_parallel
+        ctx.weight_grad_fn = weight_grad_fn or kernels.weight_gradient
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, weight)
         if group is not None and sequence_parallel:
             x, _ = all_gather_first_dim(x, group)
@@ -160,26 +162,36 @@ class _Linear(torch.autograd.Function):
 
 
 class _LinearOfGelu(torch.autograd.Function):
-    """Memory for yBᵀ, where y = gelu(z). Backward returns the gradients of z and of a bias that was added to z, but no
-    gradient of y.
+    """Returns memory for yAᵀ, where y = gelu(z); `RowParallelLinear.of_gelu` computes the product. Backward returns the
+    gradients of z and of the bias in z. It returns none for y, because the gradient of z includes it.
 
-    The caller computes the product after this function has saved its tensors. A recomputation needs only these tensors,
-    so it ends before the product.
+    The product is computed after this function has saved its tensors. If nothing later in an activation checkpoint is
+    saved, which is so for its last layer without hidden dropout, the recomputation ends before the product.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, y: Tensor, bias: Tensor, approximate: str, weight: Tensor, weight_grad_fn: WeightGradFn
+        ctx: Any,
+        z: Tensor,
+        y: Tensor,
+        bias: Tensor,
+        approximate: str,
+        weight: Tensor,
+        weight_grad_fn: WeightGradFn | None,
     ) -> Tensor:
-        ctx.approximate, ctx.weight_grad_fn = approximate, weight_grad_fn
+        ctx.approximate, ctx.weight_grad_fn = approximate, weight_grad_fn or kernels.weight_gradient
         ctx.save_for_backward(z, y, weight)
         return y.new_empty(*y.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, y, weight = ctx.saved_tensors
-        dz, d_bias = kernels.linear_gelu_backward(grad, weight, z, ctx.approximate)
-        d_weight = ctx.weight_grad_fn(grad.reshape(-1, grad.size(-1)), y.reshape(-1, y.size(-1)))  # [..., o] -> [t, o]
+        dz = d_bias = d_weight = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+            dz, d_bias = kernels.linear_gelu_backward(grad, weight, z, ctx.approximate)
+        if ctx.needs_input_grad[4]:
+            # [..., o] -> [t, o], and [..., f] -> [t, f]
+            d_weight = ctx.weight_grad_fn(grad.reshape(-1, grad.size(-1)), y.reshape(-1, y.size(-1)))
         return dz, None, d_bias, None, d_weight, None
 
 
@@ -203,7 +215,6 @@ def linear(
     x, weight, bias = kernels.cast_for_autocast(x, weight, bias)
     if weight_grad_fn is None and group is None and not kernels.uses_amx(x):
         return F.linear(x, weight, bias)  # torch's backward
-    weight_grad_fn = weight_grad_fn or kernels.weight_gradient
     return _Linear.apply(x, weight, bias, weight_grad_fn, group, sequence_parallel)  # type: ignore[no-any-return]
 
 
@@ -284,13 +295,13 @@ class ColumnParallelLinear(ParallelLinear):
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
     def with_gelu(self, x: Tensor, approximate: str) -> GeluOutput:
-        """[..., input_size] -> Y and gelu(Y) of this rank, for a GPU; see `kernels.has_fused_layer`.
+        """[..., input_size] -> z = XAᵀ + b and gelu(z) of this rank, for a GPU; see `kernels.has_fused_layer`.
 
         approximate: see F.gelu.
         """
         assert self.bias is not None
-        linear_args = x, self.weight, self.bias.detach(), self.weight_grad_fn or kernels.weight_gradient
-        z, y = _Linear.apply(*linear_args, *self._group_of_input, approximate)  # type: ignore[no-untyped-call]
+        linear_args = x, self.weight, self.bias.detach(), self.weight_grad_fn, *self._group_of_input
+        z, y = _Linear.apply(*linear_args, approximate)  # type: ignore[no-untyped-call]
         return GeluOutput(z, y, self.bias, approximate)
 
     @property
@@ -345,11 +356,10 @@ class RowParallelLinear(ParallelLinear):
 
     def of_gelu(self, x: GeluOutput) -> Tensor:
         """gelu(z)Aᵀ: [..., input_size/tp] -> [..., output_size]. The caller adds b."""
-        weight_grad_fn = self.weight_grad_fn or kernels.weight_gradient
-        y: Tensor = _LinearOfGelu.apply(*x, self.weight, weight_grad_fn)  # type: ignore[no-untyped-call]
+        out: Tensor = _LinearOfGelu.apply(*x, self.weight, self.weight_grad_fn)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            torch.mm(x.y.flatten(0, -2), self.weight.t(), out=y.detach().flatten(0, -2))
-        return y if self.tp_size == 1 else self.reduce(y)
+            torch.mm(x.y.flatten(0, -2), self.weight.t(), out=out.detach().flatten(0, -2))
+        return self.reduce(out)
 
 
 class _EmbeddingWithGradSink(torch.autograd.Function):

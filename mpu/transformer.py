@@ -354,8 +354,8 @@ class ParallelTransformerLayer(nn.Module):
 class FusedTransformerLayer(ParallelTransformerLayer):
     """`ParallelTransformerLayer` with a second forward for GPUs. On a CPU the layer only runs the base class's forward.
 
-    On a GPU, the layer calls the fused functions of `kernels/layer.py` between the matrix products. These functions
-    read and write less memory than PyTorch's operators. The layer then returns `kernels.ResidualTerms`, which the first
+    On a GPU, the layer calls the fused functions of `kernels/layer.py`. These functions read and write less memory than
+    PyTorch's operators. The layer then returns `kernels.ResidualTerms`, which the first
     kernel of the next layer adds. `kernels.sum_terms` returns the sum of the terms. The bias of a linear layer is
     added, and its gradient is computed, by the layer or by one of these functions:
 

@@ -34,6 +34,7 @@ from data_utils.command_line import ROOT, plural, require
 from megatron.gpt2.dist.launch import in_slurm_step
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from mpu.kernels import causal_attention
+from mpu.kernels.triton_kernel import MIN_SPEEDUP, milliseconds
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in PRECISION_DTYPES.items()}
@@ -401,15 +402,12 @@ def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float
     return best
 
 
-# The kernels in order of preference. A later kernel is chosen only if it is faster by the factor MIN_SPEEDUP, so that
-# two runs on one machine choose the same kernel.
+# The kernels in order of preference. A later kernel is chosen only if it is faster by the factor MIN_SPEEDUP.
 ATTENTION_BACKENDS: dict[str, Callable[[bool], Any]] = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "fused": torch.backends.cuda.enable_cudnn_sdp,
     "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
 }
-MIN_SPEEDUP = 1.05
-REPEATS = 10
 
 
 def choose_attention(
@@ -484,18 +482,14 @@ def _enable(chosen: str, *, allow_math: bool = True) -> None:
 def _measure_ms(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
     """Return the median time of forward and backward of attention. The state of the default generator does not
     change."""
-    times = []
     with torch.random.fork_rng(devices=[device]):
         qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)
-        for _ in range(REPEATS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+
+        def forward_and_backward() -> None:
             y = causal_attention(qkv, dropout_p)
-            torch.autograd.grad(y, qkv, torch.ones_like(y), retain_graph=True)
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(start.elapsed_time(end))
-    return sorted(times)[REPEATS // 2]
+            torch.autograd.grad(y, qkv, torch.ones_like(y))
+
+        return milliseconds(forward_and_backward)
 
 
 def library_versions(device: torch.device) -> dict[str, str]:

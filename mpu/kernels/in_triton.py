@@ -8,10 +8,10 @@ The kernels of a layer are explained in `layer.py`. A kernel that reads or compu
 output also sums this gradient, which gives the gradient of the bias. Each program sums its rows in float32, in an order
 that does not depend on the GPU, and `add_up` adds the sums of all programs.
 
-A product with GELU is one launch. Each program computes several tiles of the result, one after the other. In forward a
-program rounds a tile of z and writes the tile and its GELU. In backward it multiplies a tile of y's gradient by GELU's
-slopes. The tensor memory accelerator of the GPU (since Hopper) copies the tiles from and to memory. No GPU has run this
-kernel yet.
+One launch computes a product and GELU. Each program computes several tiles of the result, one after the other. In
+forward, the program rounds a tile of z, and writes the tile and its GELU. In backward, it multiplies a tile of y's
+gradient by the slopes of GELU. The tensor memory accelerator of the GPU (since Hopper) copies the tiles from and to
+memory. No GPU has run this kernel yet.
 
 The kernel of the loss reads each logit once from memory and overwrites it once. A program computes one row of logits
 (100 KB in bf16), so when it reads the row again, the row is in the cache of the GPU:
@@ -47,6 +47,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from types import NotImplementedType
+from typing import Any
 
 import torch
 import triton
@@ -69,9 +70,11 @@ LIST_BLOCK = tl.constexpr(1024)  # elements of a chunk that the program computes
 DROPOUT_WARPS = 2  # Each thread computes one block.
 LAYER_PROGRAMS = 264  # programs that share the rows of a sum: two for each multiprocessor of an H100
 LAYER_WARPS = LAYER_TILE.value // 512  # 16 elements for each thread, which are one block of random draws
-# A tile of a product has ROWS rows and COLUMNS columns. A step adds TERMS terms to each of its sums. A column of GROUP
-# tiles is computed before the next column, so the tiles find their operands in the GPU's cache.
-PRODUCT_TILE = {"ROWS": 128, "COLUMNS": 256, "TERMS": 64, "GROUP": 8}
+# A tile of a product has ROWS rows and COLUMNS columns. One step adds TERMS terms to each sum. The programs compute
+# GROUP tiles below each other, then the next column of tiles. These tiles share operands, which stay in the cache.
+PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_TERMS = 128, 256, 64
+PRODUCT_TILE = {"ROWS": PRODUCT_ROWS, "COLUMNS": PRODUCT_COLUMNS, "TERMS": PRODUCT_TERMS, "GROUP": 8}
+PRODUCT_MEMORY = 184_320  # bytes of shared memory that a program may need
 PRODUCT_STAGES, PRODUCT_WARPS = 3, 8
 SUM_WARPS = 8
 MOST_SUMS = 1024  # A program that adds up sums has no registers for more.
@@ -243,11 +246,11 @@ def gelu_backward_(grad: Tensor, total: Tensor, x: Tensor, approximate: str):
 
 @triton.jit
 def product_gelu_kernel(
-    a, b, vector, z, out, t, f, h, BACKWARD: tl.constexpr, TANH: tl.constexpr, FAST: tl.constexpr,
+    a, b, bias_or_sums, z, out, t, f, h, BACKWARD: tl.constexpr, TANH: tl.constexpr, FAST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Forward: z = abᵀ + vector and out = gelu(z), for a [t, h], b [f, h] and vector [f]. Backward, with b [h, f]:
-    out = gelu'(z) · ab, and the sums of out in vector [tiles of rows, f]."""
+    """Forward: z = abᵀ + bias and out = gelu(z), for a [t, h], b [f, h] and bias [f]. Backward, with b [h, f]:
+    out = gelu'(z) · ab, and the sums of out [tiles of rows, f]."""
     QUARTER: tl.constexpr = COLUMNS // 4
     across = tl.cdiv(f, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(t, ROWS) * across, tl.num_programs(0), flatten=True):
@@ -262,7 +265,7 @@ def product_gelu_kernel(
                 total = tl.dot(a.load([row, term]), b.load([term, column]), total)
             else:
                 total = tl.dot(a.load([row, term]), b.load([column, term]).T, total)
-        # A quarter of a tile has GELU at once, because a whole tile would not fit into the registers.
+        # Compute GELU of a quarter of the tile at a time. The whole tile needs more registers than a thread has.
         for half in tl.static_range(2):
             for quarter in tl.static_range(2):
                 value = part_of_columns(part_of_columns(total, half), quarter)
@@ -270,9 +273,9 @@ def product_gelu_kernel(
                 columns = at + tl.arange(0, QUARTER)
                 if BACKWARD:
                     value *= gelu_slope(z.load([row, at]).to(tl.float32), TANH, FAST)
-                    tl.store(vector + block * f + columns, tl.sum(value, axis=0), mask=columns < f)
+                    tl.store(bias_or_sums + block * f + columns, tl.sum(value, axis=0), mask=columns < f)
                 else:
-                    rounded = (value + load(vector + columns, columns < f)[None, :]).to(z.dtype)
+                    rounded = (value + load(bias_or_sums + columns, columns < f)[None, :]).to(z.dtype)
                     z.store([row, at], rounded)
                     value = rounded.to(tl.float32)
                     value *= gelu_gate(value, tl.exp(-0.5 * value * value), TANH, FAST)
@@ -288,48 +291,53 @@ def part_of_columns(x, NUMBER: tl.constexpr):
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str):
     """See `_linear_gelu` of `layer.py`."""
-    z, out = (x.new_empty(*x.shape[:-1], len(weight)) for _ in range(2))
-    return (z, out) if product_gelu(x, weight, bias, z, out, approximate) else NotImplemented
+    if not supports_product(x, weight):
+        return NotImplemented
+    z, y = (x.new_empty(*x.shape[:-1], len(weight)) for _ in range(2))
+    product_gelu(x, descriptor(weight, PRODUCT_COLUMNS, PRODUCT_TERMS), bias, z, y, approximate, backward=False)
+    return z, y
 
 
 def linear_gelu_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str):
     """See `_linear_gelu_backward` of `layer.py`."""
-    z = z.contiguous()
-    dz, f = torch.empty_like(z), z.size(-1)
-    sums = z.new_empty(triton.cdiv(z.numel() // f, PRODUCT_TILE["ROWS"]), f, dtype=torch.float32)
-    if len(sums) > MOST_SUMS or not product_gelu(dy, weight, sums, z, dz, approximate, backward=True):
+    f = z.size(-1)
+    tiles_of_rows = triton.cdiv(z.numel() // f, PRODUCT_ROWS)
+    if tiles_of_rows > MOST_SUMS or not supports_product(dy, weight):
         return NotImplemented
+    dz, sums = torch.empty_like(z), z.new_empty(tiles_of_rows, f, dtype=torch.float32)
+    product_gelu(dy, descriptor(weight, PRODUCT_TERMS, PRODUCT_COLUMNS), sums, z, dz, approximate, backward=True)
     return dz, add_up(sums, z.new_empty(f))
 
 
-def product_gelu(
-    a: Tensor, b: Tensor, vector: Tensor, z: Tensor, out: Tensor, approximate: str, backward: bool = False
-) -> bool:
-    """Launch `product_gelu_kernel`. Return False, and launch nothing, if it does not support the arguments."""
-    a, b = a.flatten(0, -2).contiguous(), b.contiguous()
-    z, out = z.view(-1, z.size(-1)), out.view(-1, out.size(-1))
-    matrices = a, b, z, out
-    has_rows_of_16_bytes = all(x.size(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in matrices)
-    if a.dtype == torch.float32 or not has_rows_of_16_bytes:
+def supports_product(x: Tensor, weight: Tensor) -> bool:
+    """Return True if the GPU and the types and sizes of the matrices suit `product_gelu_kernel`."""
+    is_aligned = weight.size(0) % 8 == weight.size(1) % 8 == weight.data_ptr() % 16 == x.data_ptr() % 16 == 0
+    if x.dtype == torch.float32 or not (is_aligned and x.is_contiguous() and weight.is_contiguous()):
         return False
-    processors = 3  # in Triton's interpreter
-    if a.is_cuda:
-        properties = torch.cuda.get_device_properties(a.device)
-        if properties.major < 9:
-            return False
-        processors = properties.multi_processor_count
-    rows, columns, terms, _ = PRODUCT_TILE.values()
-    shapes = (rows, terms), (terms, columns) if backward else (columns, terms), *[(rows, columns // 4)] * 2
-    of_a, of_b, of_z, of_out = (
-        TensorDescriptor.from_tensor(x, list(shape)) for x, shape in zip(matrices, shapes, strict=True)
-    )
-    t, f = z.shape
-    tiles = triton.cdiv(t, rows) * triton.cdiv(f, columns)
-    product_gelu_kernel[(min(tiles, processors),)](
-        of_a, of_b, vector, of_z, of_out, t, f, a.size(1), backward, **formula(a, approximate), **PRODUCT_TILE,
-        num_stages=PRODUCT_STAGES, num_warps=PRODUCT_WARPS,
+    properties: Any = torch.cuda.get_device_properties(x.device) if x.is_cuda else None  # Its type lacks an attribute.
+    return properties is None or properties.shared_memory_per_block_optin >= PRODUCT_MEMORY
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe x [..., n] as a matrix that is copied in blocks of rows * columns elements."""
+    n = x.size(-1)
+    return TensorDescriptor(x, [x.numel() // n, n], [n, 1], [rows, columns])
+
+
+def product_gelu(
+    a: Tensor, b: TensorDescriptor, bias_or_sums: Tensor, z: Tensor, out: Tensor, approximate: str, backward: bool
+) -> None:
+    """Launch `product_gelu_kernel`."""
+    h, f = a.size(-1), z.size(-1)
+    t = z.numel() // f
+    tiles = triton.cdiv(t, PRODUCT_ROWS) * triton.cdiv(f, PRODUCT_COLUMNS)
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 3
+    of_z, of_out = (descriptor(x, PRODUCT_ROWS, PRODUCT_COLUMNS // 4) for x in (z, out))
+    # At least two tiles for each program, so that the comparison with the reference tests the loop over tiles.
+    product_gelu_kernel[(min(triton.cdiv(tiles, 2), processors),)](
+        descriptor(a, PRODUCT_ROWS, PRODUCT_TERMS), b, bias_or_sums, of_z, of_out, t, f, h,
+        backward, **formula(a, approximate), **PRODUCT_TILE, num_stages=PRODUCT_STAGES, num_warps=PRODUCT_WARPS,
     )  # fmt: skip
-    return True
 
 
 @triton.jit

@@ -1,16 +1,16 @@
-"""Operations of a transformer layer between its matrix products, for a GPU. Memory bandwidth limits them.
+"""Operations of a transformer layer for a GPU. Memory bandwidth limits all of them except matrix products.
 
     add_norm:               out = x + dropout(branch + bias) and y = norm(out)
     split_qkv:              queries, keys and values; backward copies their gradients once
     linear_gelu:            z = xAᵀ + a and y = gelu(z)
     linear_gelu_backward:   the gradient of z from the gradient of yBᵀ
 
-The functions that use the output of a linear layer take the bias of the layer as an argument. The gradient of the bias
-is a sum of the gradient of the output, whose values are in registers in the backward of these functions.
+The functions that use the output of a linear layer take the bias of the layer as an argument. The backward of these
+functions has the gradient of the output in registers, and adds it up, which gives the gradient of the bias.
 
 The last two operators contain a matrix product. Their Triton kernels compute GELU while the product's result is in
-registers, so z is not read again in forward, and the gradient of y is never written. A GPU measures whether these
-kernels are faster than a product of torch, which is followed by a kernel for GELU.
+registers, so z is not read again in forward, and the gradient of y is never written. The first call on a GPU times the
+Triton kernel, and torch's product followed by a kernel for GELU. Later calls use the faster one.
 
 A pass reads or writes as many elements as the layer's input has. In addition to its products, a layer without dropout
 takes 30 passes if GELU is computed with the products, and else 42; torch's operators take 63 and torch.compile takes

@@ -15,9 +15,9 @@ Triton is a part of torch's builds for GPUs.
 
 A call on a CPU calls the reference. A call on a GPU or in a compiled layer calls the custom operator `mpu::halve_`,
 which torch.compile does not trace into. In a run, the operator's first call with a dtype on a GPU compares the Triton
-kernel with the reference on the examples. If the results differ, or if the kernel cannot be compiled, one line in the
-log of Python's `logging` says so, and the run uses the reference. So an untested GPU or compiler can make a run slower,
-but not wrong. An operator with `is_measured` also compares the times, and uses the faster of the two.
+kernel with the reference on the examples. If the results differ, or if the kernel cannot be compiled, Python's
+`logging` gets one line about it, and the run uses the reference. An operator with `is_measured` also compares the
+times, and uses the faster of the two.
 
 To test a Triton kernel without a GPU, call `TritonKernel.run` with CPU tensors in Triton's interpreter
 (TRITON_INTERPRET=1); see `tests/fake_cuda/interpreted.py`.
@@ -38,10 +38,12 @@ Examples = Iterator[tuple[Any, ...]]
 
 # This difference of a kernel from its reference is always allowed. It is relative to the reference's largest value.
 MIN_TOLERANCE = 1e-5
-# A kernel with `is_measured` must be faster than its reference by this factor, so that two runs on one machine choose
-# the same function.
+# A choice that differs from the preferred one must be faster by this factor, so that few runs on one machine choose
+# differently.
 MIN_SPEEDUP = 1.05
 REPEATS = 10  # timed calls
+
+_choices: list[str] = []
 
 
 class TritonKernel(Generic[P, R]):
@@ -56,8 +58,8 @@ class TritonKernel(Generic[P, R]):
     fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). A
         reference that reads values or uses the CPU needs a fake.
     is_measured: the first call with arguments of these shapes on a GPU times the kernel and the reference, and later
-        calls use the faster one. With torch's deterministic algorithms this is the reference, because measured times
-        differ between runs. For operators that change no argument.
+        calls use the faster one. With torch's deterministic algorithms the reference is always used, because measured
+        times differ between runs. The operator must not write into its arguments.
 
     name: the name of the operator in torch.ops.mpu, and of the kernel.
     written: the positions of the arguments that the operation writes into.
@@ -74,10 +76,11 @@ class TritonKernel(Generic[P, R]):
     ) -> None:
         self.name, self.reference, self.examples = reference.__name__.removeprefix("_"), reference, examples
         self.fake, self.is_measured = fake or reference, is_measured
+        assert not (is_measured and mutates_args)
         names = list(inspect.signature(reference).parameters)
         self.written = [names.index(name) for name in mutates_args]
         self._chosen: dict[torch.dtype, Callable[P, R]] = {}
-        self._fastest: dict[tuple[Any, ...], Callable[P, R]] = {}
+        self._faster: dict[tuple[Any, ...], Callable[P, R]] = {}
         self.operator = torch.library.custom_op(
             f"mpu::{self.name}",
             reference,
@@ -104,6 +107,8 @@ class TritonKernel(Generic[P, R]):
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the Triton kernel, or the reference if their comparison has failed or the kernel does not support the
         arguments. The first call compares the kernel with the reference."""
+        if self.is_measured and torch.are_deterministic_algorithms_enabled():
+            return self.reference(*args, **kwargs)
         first = _first_tensor(args)
         device, dtype = first.device, first.dtype
         if dtype not in self._chosen:
@@ -119,15 +124,16 @@ class TritonKernel(Generic[P, R]):
             self._chosen[dtype] = self.reference if problem else self.kernel
         function = self._chosen[dtype]
         if self.is_measured and first.is_cuda and function is self.kernel:
-            key = device, dtype, *(x.shape for x in args if isinstance(x, Tensor))
-            if key not in self._fastest:
-                self._fastest[key] = self.fastest(*args, **kwargs)
-            function = self._fastest[key]
+            key = device, dtype, *(x.shape if isinstance(x, Tensor) else x for x in args)
+            if key not in self._faster:
+                self._faster[key] = self.faster(*args, **kwargs)
+            function = self._faster[key]
         output = function(*args, **kwargs)
         return self.reference(*args, **kwargs) if output is NotImplemented else output
 
     def compare(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return how the kernel differs from its reference on the examples, or "" if they agree."""
+        """Return how the kernel differs from its reference on the examples, or "" if they agree. Examples that the
+        kernel does not support are skipped."""
         for example in self.examples(dtype):
             expected = self._results(self.reference, example, device)
             try:
@@ -135,6 +141,9 @@ class TritonKernel(Generic[P, R]):
             except Exception as error:  # If the kernel fails in any way, the reference replaces it.
                 reason = " ".join(str(error).split())
                 return f"it raised {type(error).__name__}: {reason[:200]}"
+            if results is None:
+                continue
+            assert expected is not None
             for x, y in zip(expected, results, strict=True):
                 difference = (y.double() - x.double()).abs().max() / x.double().abs().max().clamp_min(1e-30)
                 # The condition is also true if the difference is NaN.
@@ -142,19 +151,23 @@ class TritonKernel(Generic[P, R]):
                     return f"it differs from its reference by {difference:.1e} of the largest value {tuple(x.shape)}"
         return ""
 
-    def fastest(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
+    def faster(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
         """Return the kernel if it is faster than the reference for these arguments, else the reference."""
-        if torch.are_deterministic_algorithms_enabled() or self.kernel(*args, **kwargs) is NotImplemented:
+        if self.kernel(*args, **kwargs) is NotImplemented:
             return self.reference
         kernel, reference = (
             milliseconds(functools.partial(function, *args, **kwargs)) for function in (self.kernel, self.reference)
         )
-        logging.getLogger(__name__).info("%s: Triton %.3f ms, PyTorch %.3f ms", self.name, kernel, reference)
-        return self.kernel if kernel * MIN_SPEEDUP < reference else self.reference
+        is_faster = kernel * MIN_SPEEDUP < reference
+        chosen = "Triton" if is_faster else "PyTorch"
+        _choices.append(f"{self.name}: {chosen}, the faster (ms: Triton {kernel:.2f}, PyTorch {reference:.2f})")
+        return self.kernel if is_faster else self.reference
 
-    def _results(self, function: Callable[..., Any], example: Sequence[Any], device: torch.device) -> list[Tensor]:
+    def _results(
+        self, function: Callable[..., Any], example: Sequence[Any], device: torch.device
+    ) -> list[Tensor] | None:
         """Call a function with a copy of `example` on `device`, and return its results and the arguments that it
-        changes."""
+        changes. Return None if the function does not support the example."""
 
         def copied(value: Any) -> Any:
             if isinstance(value, list):
@@ -162,21 +175,32 @@ class TritonKernel(Generic[P, R]):
             return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
         args = [copied(value) for value in example]
-        results = [function(*args), *(args[index] for index in self.written)]
+        output = function(*args)
+        if output is NotImplemented:
+            return None
+        results = [output, *(args[index] for index in self.written)]
         flat = [x for result in results for x in (result if isinstance(result, tuple | list) else [result])]
         return [x for x in flat if isinstance(x, Tensor) and x.numel()]
 
 
+def new_choices() -> list[str]:
+    """Return a line for each choice of an `is_measured` operator since the last call."""
+    lines = _choices[:]
+    _choices.clear()
+    return lines
+
+
 def milliseconds(work: Callable[[], object]) -> float:
-    """Return the mean time of `work` on the current stream of the GPU, after one call that is not timed."""
-    work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    """Return the median time of `work` on the current stream of the GPU."""
+    times = []
     for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / REPEATS
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return sorted(times)[REPEATS // 2]
 
 
 def example_tensor(dtype: torch.dtype, *shape: int) -> Tensor:

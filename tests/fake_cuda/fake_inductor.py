@@ -147,11 +147,13 @@ class Assembled(NamedTuple):
     registers: number of registers of a thread.
     spilled: bytes of register spills, stores and loads.
     stack: bytes of the stack.
+    shared: bytes of shared memory of a program, according to Triton.
     """
 
     registers: int
     spilled: int
     stack: int
+    shared: int
 
 
 def assembled(
@@ -174,9 +176,10 @@ def assembled(
 
     target = GPUTarget("cuda", int(architecture.strip("sm_a")), 32)
     source = ASTSource(function, signature, constants, attributes)
+    compiled = triton.compile(source, target=target, options=options)
     said = subprocess.run(
         [get_ptxas(target.arch).path, "-v", f"--gpu-name={architecture}", "-", "-o", "/dev/null"],
-        input=triton.compile(source, target=target, options=options).asm["ptx"],
+        input=compiled.asm["ptx"],
         capture_output=True,
         text=True,
         check=True,
@@ -185,6 +188,7 @@ def assembled(
         number(r"Used (\d+) registers", said),
         number(r"(\d+) bytes spill stores", said) + number(r"(\d+) bytes spill loads", said),
         number(r"(\d+) bytes stack frame", said),
+        compiled.metadata.shared,
     )
 
 

@@ -18,7 +18,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.gpt2 import device as devices
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.order import RankRecord, prove
@@ -28,6 +27,7 @@ from megatron.gpt2.model import gpt2
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer, build_trainer
+from mpu.kernels import triton_kernel
 from mpu.kernels.triton_kernel import TritonKernel
 from tests.fake_cuda.fake_gpu import FakeGPU
 
@@ -88,7 +88,7 @@ def running(
 
             stack.enter_context(fake_inductor(gpu))
         # Time each attention kernel once, and do not initialise weights: a fake device has neither times nor values.
-        stack.enter_context(mock.patch.object(devices, "REPEATS", 1))
+        stack.enter_context(mock.patch.object(triton_kernel, "REPEATS", 1))
         if not measured_kernels:
             stack.enter_context(mock.patch.object(TritonKernel, "__call__", call_unless_measured))
         stack.enter_context(mock.patch.object(gpt2, "seeded_normal", lambda *_: lambda weight: None))

@@ -102,7 +102,7 @@ def test_kernels_spill_nothing(element: str, architecture: str):
         # The optimizer's gradient is in float32. A layer's gradient has the tested type.
         own = {**TYPES, "grad": "*fp32"} if name == "adamw_kernel" else TYPES
         if constants.get("BACKWARD"):
-            own = {**own, "vector": "*fp32"}
+            own = {**own, "bias_or_sums": "*fp32"}
         own = {**own, **{argument: f"tensordesc<{element}{shape}>" for argument, shape in tiles.items()}}
         types = {
             argument: "constexpr" if argument in constants else own.get(argument, f"*{element}")
@@ -111,6 +111,7 @@ def test_kernels_spill_nothing(element: str, architecture: str):
         aligned = {(index,): [["tt.divisibility", 16]] for index, of in enumerate(types.values()) if of.startswith("*")}
         found = assembled(kernel, types, constants, architecture, attributes=aligned, **options)
         assert not found.spilled and not found.stack and found.registers <= registers, (name, found)
+        assert found.shared <= (in_triton.PRODUCT_MEMORY if tiles else 48 << 10), (name, found)
 
 
 def passes(text: Path, save: Path, flags: str, measured_kernels: bool) -> float:

@@ -19,6 +19,7 @@ from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.not_finite import find_first_not_finite
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
+from mpu.kernels.triton_kernel import new_choices
 
 READ_DELAY = 4  # The host reads a value this number of steps after the device has computed it.
 
@@ -207,6 +208,8 @@ class IterationLogger:
         for lines in trainer.hooks.call(Hook.on_log, trainer, record):
             for line in lines:
                 trainer.log.info(line)
+        for line in new_choices():
+            trainer.log.info(line)
         if not self._has_shown_memory:
             expected = trainer.hooks.first_result(Hook.expected_memory, trainer)
             trainer.log.info(memory_line(trainer.device, expected.peak if expected else None))

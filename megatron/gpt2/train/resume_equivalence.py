@@ -118,7 +118,7 @@ def resume_equivalence(
     if is_on_gpu:  # Layers with selective recomputation have other kernels.
         rounding_keys.append("config.train.recompute_granularity")
     rounding = _describe_changes(rounding_keys, saved, current)
-    # Some kernels add in no fixed order, and measured times choose other kernels.
+    # Some kernels add in a different order in each run, and a run chooses some kernels by measured times.
     if is_on_gpu and not has_exact_layouts and not current["config"]["train"]["deterministic"]:
         rounding.append("a GPU without --deterministic")
     if rounding:

@@ -123,6 +123,17 @@ def test_it_is_the_plain_layer_for_what_the_kernels_do_not_support(case: str):
     assert calls == [case] * (case in HOOKS)
 
 
+def test_a_frozen_weight_gets_no_gradient():
+    mpu.initialize_model_parallel(1)
+    _, fused = build_layers(mpu.TransformerConfig(H, 4, 72))
+    frozen: Any = fused[1].get_submodule("mlp.dense_4h_to_h")
+    frozen.weight.requires_grad_(False)
+    frozen.weight_grad_fn = mock.Mock(side_effect=AssertionError)
+    with fused_on_a_cpu():
+        found = results(fused, torch.randn(S, B, H), None)
+    assert len(found) == 2 + 2 * 12 - 1
+
+
 def test_it_compiles_to_one_graph():
     mpu.initialize_model_parallel(1)
     plain, fused = build_layers(mpu.TransformerConfig(H, 4, 72))

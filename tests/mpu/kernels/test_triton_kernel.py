@@ -113,10 +113,8 @@ def test_a_measured_kernel_is_used_for_the_shapes_for_which_it_is_faster(monkeyp
     def kernel(x: Tensor, factor: float) -> Any:
         return 3 * x + 1e-6 if factor == 1.0 else NotImplemented
 
-    timed, times = (
-        list[Any](),
-        {3: (1.0, 1.1), 4: (1.0, 1.04), 5: (1.1, 1.0)},
-    )  # by size: of the kernel and the reference
+    timed: list[Tensor] = []
+    times = {3: (1.0, 1.1), 4: (1.0, 1.04), 5: (1.1, 1.0)}  # {size: milliseconds of the kernel and the reference}
 
     def milliseconds(work: Callable[[], Tensor]) -> float:
         result = work()
@@ -130,10 +128,22 @@ def test_a_measured_kernel_is_used_for_the_shapes_for_which_it_is_faster(monkeyp
     for size, is_kernel in ((3, True), (4, False), (3, True), (5, False)):
         assert (tested.run(torch.ones(size), 1.0) > 3).all() == is_kernel
     assert len(timed) == 2 * len(times), "each shape is timed once"
-    assert tested.fastest(torch.ones(3), 2.0) is test_triple, "the kernel does not support the arguments"
+    assert tested.faster(torch.ones(3), 2.0) is test_triple, "the kernel does not support the arguments"
     torch.use_deterministic_algorithms(True)
     try:
-        assert tested.fastest(torch.ones(3), 1.0) is test_triple
+        assert (tested.run(torch.ones(3), 1.0) == 3).all()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(timed) == 2 * len(times)
+    assert [line.partition(",")[0] for line in triton_kernel.new_choices()] == [
+        f"test_triple: {name}" for name in ("Triton", "PyTorch", "PyTorch")
+    ]
+    assert not triton_kernel.new_choices() and len(timed) == 2 * len(times)
+
+
+def test_a_kernel_that_supports_no_example_is_not_used(caplog: pytest.LogCaptureFixture):
+    def test_quadruple(x: Tensor) -> Tensor:
+        return 4 * x
+
+    tested = TritonKernel(test_quadruple, lambda dtype: iter([(example_tensor(dtype, 3),)]), is_measured=True)
+    tested.kernel = lambda x: NotImplemented
+    assert (tested.run(torch.ones(2)) == 4).all() and not caplog.records
