@@ -231,7 +231,9 @@ def test_machines_restart_their_ranks(folder: Path, reference: list[float]) -> N
     assert losses(save) == reference
     first, second = (said for _, said in ended)
     assert "rank 1 was ended by SIGKILL: restart 1 of 2, from iteration 2" in second and MEET_AGAIN in second
-    assert "rank 0 was ended by SIGKILL: restart 1 of 2, from iteration " in first and MEET_AGAIN in first
+    # Rank 0 may end with an error before its launcher hears of the first restart. The launcher then counts it, too.
+    restarts = re.findall(r"rank 0 (.*): restart \d of 2, from iteration ", first)
+    assert restarts[-1:] == ["was ended by SIGKILL"] and (MEET_AGAIN in first or len(restarts) == 2), first
     assert "error (node0): rank 1 (node1) sent no heartbeat for " in first
     assert {incident["who"] for incident in read_incidents(save)} == {
         *(f"rank_0000{rank}" for rank in range(2)),
