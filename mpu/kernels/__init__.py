@@ -49,6 +49,7 @@ from mpu.kernels.linear import (
     weight_gradient_in_parts,
 )
 from mpu.kernels.optimizer import adamw_, add_grads_, sum_of_squares
+from mpu.kernels.triton_kernel import new_choices
 
 __all__ = [
     "adamw_",
@@ -67,6 +68,7 @@ __all__ = [
     "linear_gelu",
     "linear_gelu_backward",
     "linear_without_gradient",
+    "new_choices",
     "rows_in_cache",
     "seeded_attention",
     "seeded_dropout",

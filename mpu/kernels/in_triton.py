@@ -302,7 +302,7 @@ def linear_gelu_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str
     """See `_linear_gelu_backward` of `layer.py`."""
     f = z.size(-1)
     tiles_of_rows = triton.cdiv(z.numel() // f, PRODUCT_ROWS)
-    if tiles_of_rows > MOST_SUMS or not supports_product(dy, weight):
+    if tiles_of_rows > MOST_SUMS or not z.is_contiguous() or not supports_product(dy, weight):
         return NotImplemented
     dz, sums = torch.empty_like(z), z.new_empty(tiles_of_rows, f, dtype=torch.float32)
     product_gelu(dy, descriptor(weight, PRODUCT_TERMS, PRODUCT_COLUMNS), sums, z, dz, approximate, backward=True)

@@ -19,7 +19,7 @@ from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.not_finite import find_first_not_finite
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
-from mpu.kernels.triton_kernel import new_choices
+from mpu import kernels
 
 READ_DELAY = 4  # The host reads a value this number of steps after the device has computed it.
 
@@ -208,7 +208,7 @@ class IterationLogger:
         for lines in trainer.hooks.call(Hook.on_log, trainer, record):
             for line in lines:
                 trainer.log.info(line)
-        for line in new_choices():
+        for line in kernels.new_choices():
             trainer.log.info(line)
         if not self._has_shown_memory:
             expected = trainer.hooks.first_result(Hook.expected_memory, trainer)
