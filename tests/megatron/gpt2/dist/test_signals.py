@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -117,6 +118,7 @@ def wait_in_rank(folder: Path, saves: bool, argv: Sequence[str]) -> int:
 
 
 def start_waiting_ranks(folder: Path, saves: bool) -> None:
+    faulthandler.dump_traceback_later(25)  # Show what a launcher waits for that does not end.
     launch = Launch(0, 2, (0, 2), host="a", ranks_to_start=2)
     sys.exit(start_ranks(partial(wait_in_rank, folder, saves), [], launch))
 
