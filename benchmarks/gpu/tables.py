@@ -41,7 +41,7 @@ def tables(cfg: StageConfig, cases: CaseRecorder) -> None:
     for name in cfg.names:
         cross_entropy(cfg, cases, name)
         attention(cfg, cases, name)
-    for name in cfg.names:
+    for name in cfg.names:  # These tables take longer, so the time limit should end them first.
         head(cfg, cases, name)
         mlp(cfg, cases, name)
 
@@ -70,12 +70,17 @@ def random_tensor(cfg: StageConfig, *shape: int, grad: bool = False) -> Tensor:
     return torch.randn(*shape, device=cfg.device).bfloat16().requires_grad_(grad)
 
 
+def sizes(cfg: StageConfig, name: str) -> tuple[int, int, int]:
+    """Return t, h and v of a micro-batch of 32 samples."""
+    workload = cfg.workload(name)
+    v = mpu.padded_vocab_size(workload.vocab_size, workload.model.make_vocab_size_divisible_by, 1)
+    return workload.micro_batch_size * workload.seq_length, workload.hidden_size, v
+
+
 def cross_entropy(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
     """Time forward and backward of the head and the loss for 32 samples: ours with different chunk sizes, and torch's.
     The FLOPs are those of three matrix products."""
-    workload = cfg.workload(name)
-    t, h, size = workload.micro_batch_size * workload.seq_length, workload.hidden_size, workload.vocab_size
-    v = mpu.padded_vocab_size(size, workload.model.make_vocab_size_divisible_by, 1)
+    (t, h, v), size = sizes(cfg, name), cfg.workload(name).vocab_size
     hidden, weight = random_tensor(cfg, t, h, grad=True), random_tensor(cfg, v, h, grad=True)
     target = torch.randint(size, (t,), device=cfg.device)
     token_weight = torch.full((t,), 1 / t, device=cfg.device)
@@ -121,8 +126,7 @@ def attention(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
 def head(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
     """Time the logits of 32 samples: in bf16, and in fp8 with one scale for each matrix. The time in fp8 includes the
     rounding of both matrices."""
-    workload = cfg.workload(name)
-    t, h, v = workload.micro_batch_size * workload.seq_length, workload.hidden_size, 50304
+    t, h, v = sizes(cfg, name)
     hidden, weight = random_tensor(cfg, t, h), random_tensor(cfg, v, h)
 
     def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,8 +144,7 @@ def head(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
 def mlp(cfg: StageConfig, cases: CaseRecorder, name: str) -> None:
     """Time `linear_gelu` and `linear_gelu_backward` for 32 samples: torch's product and a kernel for GELU, one Triton
     kernel, cuBLASLt if nvmath-python is installed, and for the first model torch.compile with its own choice."""
-    workload = cfg.workload(name)
-    t, h = workload.micro_batch_size * workload.seq_length, workload.hidden_size
+    t, h, _ = sizes(cfg, name)
     x, up, bias = random_tensor(cfg, t, h), random_tensor(cfg, 4 * h, h), random_tensor(cfg, 4 * h)
     down, z = random_tensor(cfg, h, 4 * h), random_tensor(cfg, t, 4 * h)
 

@@ -216,7 +216,10 @@ def formula(x: Tensor, approximate: str) -> dict[str, bool]:
 
 @triton.jit
 def gelu_backward_kernel(dy, x, dx, sums, t, f, rows: tl.constexpr, TANH: tl.constexpr, FAST: tl.constexpr):
-    """dx = dy · gelu'(x) [t, f], and its sums [programs, f]. program_id is (block of `rows` rows, block of columns)."""
+    """dx = dy · gelu'(x) [t, f], and its sums [programs, f]. program_id is (block of `rows` rows, block of columns).
+
+    dx may be dy: with one pointer for both, the compiler spills registers.
+    """
     column = tl.program_id(1) * GELU_COLUMNS + tl.arange(0, GELU_COLUMNS)
     total = tl.zeros((GELU_ROWS, GELU_COLUMNS), tl.float32)
     for start in tl.range(0, rows, GELU_ROWS, num_stages=LAYER_STAGES):
